@@ -1,0 +1,36 @@
+"""The interface that every device implements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..rows import Choice, Draw, Float32, Rows
+
+
+class Backend(Protocol):
+    """A loaded model on a device. Not thread-safe: one thread (the step loop) calls forward and choose.
+
+    Both calls release the GIL while they compute. A row's logits depend on the tokens before it and on nothing
+    else: the same bits in any company and any chunking.
+    """
+
+    device: str  # "cpu" or "cuda"
+    vocab: int
+    context: int  # cells a slot: positions 0..context-1
+    slots: int
+    max_rows: int  # most rows a step
+
+    def forward(self, rows: Rows) -> None:
+        """Write the cells of `rows` and compute the logits of the wanted ones; they stay valid until the next call."""
+
+    def choose(self, draws: Sequence[Draw]) -> list[Choice]:
+        """One choice for each wanted row of the last forward, in order (len(draws) == len(rows.wanted))."""
+        ...
+
+    def logits(self) -> Float32:
+        """The logits of the last forward, [wanted, vocab], a copy on the host."""
+        ...
+
+    def close(self) -> None:
+        """Give memory and threads back. No call may follow."""

@@ -1,0 +1,66 @@
+"""One generation request and the events it produces: the seam between daemon and scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .params import GenParams
+from .rows import Choice
+
+Reason = Literal["stop", "length", "cancel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked GEN: ids are inside the vocabulary, prompt + max_new fits the context, max_new >= 0."""
+
+    max_new: int
+    params: GenParams
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reused:
+    """The first `count` prompt tokens were found in the slot's cache."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """`position` of `total` prompt tokens are read, after `ms`."""
+
+    position: int
+    total: int
+    ms: float
+    rate: float  # tokens a second
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    generated: int
+    prompt: int
+    prompt_ms: float
+    decode_ms: float
+    reason: Reason
+    drafts_accepted: int
+    drafts_offered: int
+    reused: int
+    seed: int | None  # set whenever a draw was used
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended in an error; `code` is one of protocol.ERROR_CODES."""
+
+    code: str
+    text: str
+
+
+Event = Reused | PromptProgress | Token | Done | Failed

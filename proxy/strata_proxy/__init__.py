@@ -1,0 +1,1 @@
+"""strata-proxy: OpenAI-style HTTP in front of strata-engine."""
