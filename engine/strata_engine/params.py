@@ -33,7 +33,8 @@ class Key:
 
     def in_range(self, value: float) -> bool:
         """True if `value` may be used; NaN and infinities never are."""
-        return (self.low < value if self.low_open else self.low <= value) and value <= self.high and math.isfinite(value)
+        above = self.low < value if self.low_open else self.low <= value
+        return above and value <= self.high and math.isfinite(value)
 
     @property
     def range_text(self) -> str:
@@ -53,8 +54,8 @@ KEYS: tuple[Key, ...] = (
     Key("top_k", "int", 1, TOP_K_MAX, 20, "how many of the largest logits are kept on a sampled request"),
     Key("min_p", "float", 0.0, 1.0, 0.0, "drop tokens less likely than min_p times the likeliest; 0 is off"),
     Key("penalty_repeat", "float", 0.0, 1e6, 1.0, "divide (multiply if negative) seen tokens' logits; 1 is off", True),
-    Key("penalty_freq", "float", -1e6, 1e6, 0.0, "subtract this times the token's count; 0 is off"),
-    Key("penalty_present", "float", -1e6, 1e6, 0.0, "subtract this once from every seen token; 0 is off"),
+    Key("penalty_freq", "float", -2.0, 2.0, 0.0, "subtract this times the token's count; 0 is off"),
+    Key("penalty_present", "float", -2.0, 2.0, 0.0, "subtract this once from every seen token; 0 is off"),
     Key("penalty_last_n", "int", 0, PENALTY_LAST_N_MAX, 64, "how many of the last tokens the penalties look at"),
     Key("seed", "int", 0, SEED_MAX, None, "key of the random draws; absent: fresh entropy, reported in DONE"),
     Key("logprobs", "int", 0, LOGPROBS_MAX, None, "report log-probabilities, with this many alternatives"),
