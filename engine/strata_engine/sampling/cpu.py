@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -25,7 +26,7 @@ LANES = 1024  # partial maxima of a row: many enough that the 64th largest of th
 CHUNK = 512  # logits tested at once
 LOWEST = np.float32(np.finfo(np.float32).min)  # under this is only -inf
 
-_jit = njit(nogil=True, cache=True, error_model="numpy")
+_jit: Any = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @_jit
@@ -228,8 +229,8 @@ def log_sum_exp(row, head):
     for start in range(0, len(row), CHUNK):
         part = row[start : start + CHUNK]
         for j in range(len(part)):
-            x = np.float64(part[j]) - np.float64(head)
-            x = x if x > -700.0 else -700.0  # NaN too; exp(-700) is nothing beside the head's 1
+            below = np.float64(part[j]) - np.float64(head)
+            x = below if below > -700.0 else -700.0  # NaN too; exp(-700) is nothing beside the head's 1
             rounded = x * 1.4426950408889634 + 6755399441055744.0
             n = rounded - 6755399441055744.0
             power[j] = rounded

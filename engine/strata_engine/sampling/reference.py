@@ -35,9 +35,12 @@ def without_nan(logits: Float32) -> Float32:
     return np.where(np.isnan(logits), np.float32(-np.inf), logits)
 
 
-def order(logits: Float32) -> Int64:
-    """Ids by logit descending, then id ascending."""
-    return np.argsort(-logits, kind="stable")
+def best(logits: Float32, count: int) -> Int64:
+    """The first `count` ids by logit descending, then id ascending. Only what can be among them is sorted."""
+    candidates = np.arange(len(logits))
+    if count < len(logits):
+        candidates = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
+    return candidates[np.argsort(-logits[candidates], kind="stable")][:count]
 
 
 def exp_from_head(logits: Float32, temperature: float = 1.0) -> Float64:
@@ -99,7 +102,7 @@ class Chain:
         return self.top_p(ids, scores[ids], params.top_p)
 
     def top_k(self, scores: Float32, k: int) -> Int64:
-        ids = order(scores)[:k]
+        ids = best(scores, k)
         return ids[: max(1, int(np.count_nonzero(scores[ids] > -np.inf)))]
 
     def min_p(self, ids: Int64, logits: Float32, min_p: float) -> Int64:
@@ -141,6 +144,7 @@ def log_softmax(logits: Float32) -> Float64:
 
 def top_logprobs(logits: Float32, count: int) -> tuple[tuple[int, float], ...]:
     """The `count` likeliest (id, log-probability), best first, ties to the lowest id; none at -inf."""
-    row = without_nan(logits)
-    logprobs = log_softmax(logits)
-    return tuple((int(i), float(logprobs[i])) for i in order(row)[:count] if row[i] > -np.inf)
+    if count == 0:
+        return ()
+    row, logprobs = without_nan(logits), log_softmax(logits)
+    return tuple((int(i), float(logprobs[i])) for i in best(row, count) if row[i] > -np.inf)
