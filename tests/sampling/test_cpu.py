@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from strata_engine.params import GenParams
 from strata_engine.rows import Draw
-from strata_engine.sampling.cpu import CpuSampler
+from strata_engine.sampling.cpu import CpuSampler, choose_rows
 from strata_engine.sampling.reference import choose_reference, log_softmax, top_logprobs
 
 VOCABULARIES = [1, 31, 32, 33, 1000, 1023, 1024, 1025, 49152]
@@ -124,6 +124,17 @@ def test_no_rows_no_choices():
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"\[1, 4\]"):
         CpuSampler(4).choose(np.zeros((1, 5), np.float32), [Draw(GenParams(), 0, np.empty(0, np.int32))])
+
+
+def test_logits_with_gaps_are_refused():
+    with pytest.raises(ValueError, match="contiguous"):
+        CpuSampler(4).choose(np.zeros((1, 8), np.float32)[:, ::2], [Draw(GenParams(), 0, np.empty(0, np.int32))])
+
+
+def test_one_compiled_signature_serves_every_request():
+    CpuSampler(33).warm_up()
+    CpuSampler(1000).choose(*batch(np.random.default_rng(4), 20, 1000))
+    assert len(choose_rows.signatures) == 1
 
 
 def test_a_sampled_row_without_a_seed_is_refused():

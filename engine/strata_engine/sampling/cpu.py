@@ -369,11 +369,14 @@ class CpuSampler:
     def choose(self, logits: Float32, draws: Sequence[Draw]) -> list[Choice]:
         """One choice a row of raw `logits` [m, vocab] (C-contiguous, writable; patched and restored on the way).
 
-        ValueError if the shapes do not fit or a sampled row has no seed.
+        Token ids of histories and biases are inside the vocabulary: who parsed the request has checked it, and nothing
+        here does. ValueError if the logits do not fit or a sampled row has no seed.
         """
         m = len(draws)
         if logits.shape != (m, self.vocab) or logits.dtype != np.float32:
             raise ValueError(f"{m} draws need float32 logits [{m}, {self.vocab}], got {logits.dtype} {logits.shape}")
+        if not (logits.flags.c_contiguous and logits.flags.writeable):
+            raise ValueError("the sampler needs logits that are C-contiguous and writable")
         if m == 0:
             return []
         tokens, self.kept = np.empty(m, np.int32), np.empty(m, np.int32)

@@ -268,17 +268,10 @@ class NoTopP(Chain):
 
 @fixture("the full chain with penalties", *map(sampler, (NoPenalties(), NoTemperature(), NoTopP())))
 def full_chain(choose: Choose) -> str:
-    penalties: dict[str, Any] = {"penalty_repeat": 1.3, "penalty_freq": 0.2, "penalty_present": 0.4}
+    penalties = {"penalty_repeat": 1.3, "penalty_freq": 0.2, "penalty_present": 0.4}
+    params: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "seed": 11, **penalties}
     history = np.random.default_rng(3).integers(0, 1000, 300).tolist()
-    params: dict[str, Any] = {
-        "temperature": 0.8,
-        "top_k": 40,
-        "top_p": 0.9,
-        "min_p": 0.02,
-        "seed": 11,
-        "penalty_last_n": 256,
-    }
-    return like_reference(choose, noise(4, 200, 1000) * 2, draws_of(200, history, **penalties, **params))
+    return like_reference(choose, noise(4, 200, 1000) * 2, draws_of(200, history, penalty_last_n=256, **params))
 
 
 class NoMinP(Chain):
@@ -423,14 +416,8 @@ def logprobs_of_scores(logits: Float32, draws: Sequence[Draw]) -> list[Choice]:
 @fixture("log-probabilities are those of the raw logits", logprobs_of_scores)
 def raw_logprobs(choose: Choose) -> str:
     logits = noise(10, 8, 1000)
-    params: dict[str, Any] = {
-        "logprobs": 20,
-        "penalty_present": 2.0,
-        "logit_bias": ((5, 3.0),),
-        "temperature": 0.7,
-        "seed": 2,
-    }
-    draws = draws_of(8, list(range(500)), **params)
+    params: dict[str, Any] = {"logprobs": 20, "penalty_present": 2.0, "logit_bias": ((5, 3.0),)}
+    draws = draws_of(8, list(range(500)), temperature=0.7, seed=2, **params)
     for found, right in zip(choose(logits.copy(), draws), reference(logits, draws), strict=True):
         wrong = expect([i for i, _ in found.top], [i for i, _ in right.top], "alternatives")
         wrong = wrong or _logprob_difference(found, right)
