@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+
 from strata_engine.params import PENALTY_LAST_N_MAX, GenParams
 from strata_engine.rows import Draw, Float32
 from strata_engine.sampling.cpu import CpuSampler

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from strata_engine.params import GenParams
 from strata_engine.rows import Draw
 from strata_engine.sampling.cpu import CpuSampler, choose_rows

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from strata_engine.params import GenParams
 from strata_engine.rows import Choice, Draw
 from strata_engine.sampling import cpu, fixtures

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from strata_engine.sampling import cpu, philox
 
 ONES = 0xFFFFFFFF

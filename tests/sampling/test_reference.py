@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from strata_engine.params import GenParams
 from strata_engine.sampling.fixtures import Case
 from strata_engine.sampling.reference import choose_reference, log_softmax, top_logprobs

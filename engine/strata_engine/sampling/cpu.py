@@ -16,8 +16,8 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from ..jit import njit
 from ..params import LOGPROBS_MAX, TOP_K_MAX, GenParams
 from ..rows import Choice, Draw, Float32
 from .philox import MULTIPLIER_0, MULTIPLIER_1, ROUNDS, WEYL_0, WEYL_1, WORD
