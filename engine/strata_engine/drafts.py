@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 LENGTHS = (8, 4, 2)  # suffix lengths that are looked up, longest first
-_PRIORS = {8: 0.8, 4: 0.55, 2: 0.3}  # accept rates before anything is known
-_LEARN = 0.12  # weight of one accepted or rejected draft in its accept rate
-_WORTH = 1.02  # drafts have to promise this much more than none
+_PRIORS = {8: 0.8, 4: 0.5, 2: 0.2}  # accept rates before anything is known
+_LEARN = 0.08  # weight of one accepted or rejected draft in its accept rate
+_WORTH = 1.06  # drafts have to promise this much more than none
 
 
 class PromptLookup:
@@ -124,10 +124,11 @@ class StepTimes:
 
     _EXACT = 16  # counts up to here have a measurement of their own, larger ones share one for each half octave
     _REFRESH = 16
-    _STALE = 512
+    _STALE = 1024
+    _GUESS = 0.1  # what a further row costs, in parts of the first, until larger steps were seen
 
     def __init__(self, max_rows: int) -> None:
-        self.cost: list[float] = [1.0] * (max_rows + 1)  # [rows]: seconds; all equal until something is known
+        self.cost: list[float] = (1.0 + self._GUESS * np.arange(-1, max_rows)).tolist()  # [rows]: seconds
         self._rows = np.arange(max_rows + 1)
         self._seen: dict[int, tuple[float, int]] = {}  # row count -> (seconds, step)
         self._steps = 0
@@ -154,8 +155,11 @@ class StepTimes:
 
     def _refresh(self) -> None:
         oldest = self._steps - self._STALE
-        knots = sorted(knot for knot, (_, step) in self._seen.items() if step > oldest)
-        times = np.array([self._seen[knot][0] for knot in knots])
+        self._seen = {knot: seen for knot, seen in sorted(self._seen.items()) if seen[1] > oldest}
+        knots = list(self._seen)
+        times = np.array([seconds for seconds, _ in self._seen.values()])
         times = np.minimum.accumulate(times[::-1])[::-1]
-        self._seen = {knot: self._seen[knot] for knot in knots}
-        self.cost = np.maximum(np.interp(self._rows, knots, times), 1e-9).tolist()
+        first = times[0] / (1 + self._GUESS * (knots[0] - 1))  # a guess unless one row was seen
+        beyond = times[-1] + first * self._GUESS * (len(self._rows) - knots[-1])
+        cost = np.interp(self._rows, [1, *knots, len(self._rows)], [first, *times, beyond])
+        self.cost = np.maximum(cost, 1e-9).tolist()

@@ -87,7 +87,8 @@ class _Counters:
 class Scheduler:
     """Runs requests on a backend in a thread of its own.
 
-    `submit`, `Ticket.cancel` and `stats` may be called from any thread. Sinks are called in the step loop's thread and must not block; an event after the last one never comes.
+    `submit`, `Ticket.cancel` and `stats` may be called from any thread. Sinks are called in the step loop's thread
+    and must not block; nothing comes after a request's Done or Failed.
     """
 
     def __init__(

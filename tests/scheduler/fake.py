@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-
 from strata_engine.params import GenParams
 from strata_engine.request import Done, Event, Failed, Request, Token
 from strata_engine.rows import Choice, Draw, Rows
@@ -127,12 +126,12 @@ class Answer:
     def __init__(self, on_event: Callable[[Event], None] = lambda event: None) -> None:
         self.events: list[Event] = []
         self.ticket: Ticket | None = None
-        self._on_event = on_event
+        self.on_event = on_event
         self._ended = threading.Event()
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
-        self._on_event(event)
+        self.on_event(event)
         if isinstance(event, Done | Failed):
             self._ended.set()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scheduler_fake import FakeBackend, ask, random_prompt, request
-
 from strata_engine.drafts import LENGTHS, PromptLookup, StepTimes
 
 
@@ -69,18 +68,13 @@ def test_drafting_pays_where_rows_are_dear(start):
     assert undrafted / drafted > 1.5
 
 
-def chaos(cells: np.ndarray) -> int:
-    """Text in which pairs come again, but never with what followed them."""
-    return int(np.random.default_rng(len(cells) // 2).integers(0, 30)) if len(cells) % 2 else len(cells) % 7
-
-
 def test_drafting_stops_where_it_does_not_pay(start):
     asked = request(random_prompt(1, 100, 8), 600)
     rule = lambda cells: int(np.random.default_rng(len(cells)).integers(0, 8))  # noqa: E731
     _, drafted, offered = steps(start, asked, rule, cpu)
     _, undrafted, _ = steps(start, request(asked.prompt, 600, draft=0), rule, cpu)
     assert drafted / undrafted < 1.02
-    assert offered < 60
+    assert offered < 40
 
 
 def test_drafting_starts_again_where_text_repeats_again(start):
@@ -119,10 +113,10 @@ def test_times_are_interpolated_and_never_fall_with_more_rows():
     assert times.cost == sorted(times.cost)
 
 
-def test_one_slow_step_is_forgotten():
+def test_one_slow_step_does_not_count_for_ever():
     times = StepTimes(8)
     times.record(1, 1.0)
     times.record(2, 90.0)
-    for _ in range(600):
+    for _ in range(1100):
         times.record(1, 1.0)
-    assert times.cost[2] == pytest.approx(1.0)
+    assert times.cost[2] < 1.2

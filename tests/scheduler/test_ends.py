@@ -8,7 +8,6 @@ import threading
 import numpy as np
 import pytest
 from scheduler_fake import Answer, FakeBackend, ask, plain, random_prompt, request
-
 from strata_engine.request import Done, Failed, PromptProgress, Reused, Token
 from strata_engine.scheduler import Busy
 
@@ -25,14 +24,14 @@ def counting(**options) -> FakeBackend:
 TWICE = tuple(range(10)) * 2
 
 
-@pytest.mark.parametrize("ends", [{"eos": {6}}, {"stop": (6,)}])
+@pytest.mark.parametrize("ends", [{"eos": {4}}, {"stop": (4,)}])
 def test_an_end_token_inside_a_window_is_the_last_one(start, ends):
     backend = counting()
     scheduler = start(backend, eos=ends.get("eos", ()))
     answer = ask(scheduler, request(TWICE, 100, draft=7, stop=ends.get("stop", ())))
     done = answer.done()
-    assert answer.ids == [0, 1, 2, 3, 4, 5, 6]
-    assert (done.reason, done.generated) == ("stop", 7)
+    assert answer.ids == [0, 1, 2, 3, 4]
+    assert (done.reason, done.generated) == ("stop", 5)
     assert done.drafts_offered > done.drafts_accepted > 0, "the window went on behind the end token"
 
 
@@ -100,7 +99,7 @@ def cancel_when(kind: type, count: int, **options) -> tuple[FakeBackend, Answer]
         if sum(isinstance(e, kind) for e in answer.events) == count and answer.ticket:
             answer.ticket.cancel()
 
-    answer._on_event = look
+    answer.on_event = look
     return counting(**options), answer
 
 
@@ -265,3 +264,14 @@ def test_500_requests_with_random_cancels_all_end_once(start):
     assert stats["finished"] + stats["cancelled"] == 500
     assert 50 < stats["cancelled"] < 450
     assert len(scheduler._slots) == 4
+
+
+def test_stats_count_what_was_done(start):
+    scheduler = start(counting())
+    for _ in range(2):
+        ask(scheduler, request(TWICE, 20)).done()
+    stats = scheduler.stats()
+    assert (stats["requests"], stats["finished"], stats["generated_tokens"]) == (2, 2, 40)
+    assert (stats["prompt_tokens"], stats["reused_tokens"]) == (21, 19)
+    assert stats["rows"] == 21 + 40 - 2 + stats["drafts_offered"] - stats["drafts_accepted"]
+    assert all(isinstance(value, int | float) for value in stats.values())
