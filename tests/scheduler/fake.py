@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+
 from strata_engine.params import GenParams
 from strata_engine.request import Done, Event, Failed, Request, Token
 from strata_engine.rows import Choice, Draw, Rows

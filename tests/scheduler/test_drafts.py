@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scheduler_fake import FakeBackend, ask, random_prompt, request
+
 from strata_engine.drafts import LENGTHS, PromptLookup, StepTimes
 
 

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 from scheduler_fake import Answer, FakeBackend, ask, plain, random_prompt, request
+
 from strata_engine.request import Done, Failed, PromptProgress, Reused, Token
 from strata_engine.scheduler import Busy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from scheduler_fake import FakeBackend, ask, random_prompt, request
+
 from strata_engine.request import PromptProgress
 from strata_engine.scheduler import share
 
