@@ -64,8 +64,8 @@ class Buffers(NamedTuple):
     norms: Any  # float32 [2 * layers + 1, x_ld]: attn and ffn norm of each layer, output norm
     cos: Any  # float32 [context, rope_half]
     sin: Any
-    keys: Any  # float32 or uint16 [slots, layers, kv_heads, chunks, head_dim, 64]
-    values: Any  # the same type [slots, layers, kv_heads, chunks, 64, value_dim]
+    keys: Any  # float32 or uint16 [slots, chunks, layers, kv_heads, head_dim, 64]
+    values: Any  # the same type [slots, chunks, layers, kv_heads, 64, value_dim]
     x: Any  # float32 [max_rows, x_ld]: the residual stream
     normed: Any  # float32 [max_rows, x_ld]
     qkv: Any  # float32 [max_rows, qkv_ld]
@@ -190,6 +190,12 @@ def _project_qkv(team, phase, sizes, buffers, rows, layer, y):
 
 
 @njit(nogil=True)
+def _run(sizes, slot, position, layer, head):
+    """Which run of 64 cells holds a position's key and value."""
+    return ((slot * sizes.chunks + position // CHUNK) * sizes.layers + layer) * sizes.kv_heads + head
+
+
+@njit(nogil=True)
 def _append_rows(team, phase, sizes, buffers, step, layer):
     """Rotate queries and keys; write keys and values to the cells."""
     row = _take(team, phase, 1)
@@ -199,11 +205,11 @@ def _append_rows(team, phase, sizes, buffers, step, layer):
             buffers.qkv, at, sizes.heads, sizes.head_dim, buffers.cos, buffers.sin, t, sizes.rope_half, sizes.q_scale
         )
         for head in range(sizes.kv_heads):
-            cells = ((step.slot[row] * sizes.layers + layer) * sizes.kv_heads + head) * sizes.chunks * CHUNK
+            run = _run(sizes, step.slot[row], step.position[row], layer, head)
             append_cell(
                 buffers.qkv, at + sizes.k_at + head * sizes.head_dim, at + sizes.v_at + head * sizes.head_dim,
                 sizes.head_dim, sizes.value_dim, buffers.cos, buffers.sin, t, sizes.rope_half,
-                buffers.keys, cells * sizes.head_dim, buffers.values, cells * sizes.value_dim, step.position[row],
+                buffers.keys, buffers.values, run, step.position[row] % CHUNK,
             )  # fmt: skip
         row = _take(team, phase, 1)
     return _meet(team, phase)
@@ -213,14 +219,14 @@ def _append_rows(team, phase, sizes, buffers, step, layer):
 def _attend_span(sizes, buffers, step, layer, first, count, head, segment, scores):
     """Partial results of one segment for `count` rows and the query heads of one kv head."""
     repeat, size = sizes.heads // sizes.kv_heads, sizes.value_dim + STATE
-    cells = ((step.slot[first] * sizes.layers + layer) * sizes.kv_heads + head) * sizes.chunks * CHUNK
     last = step.position[first + count - 1]
     begin = segment * SEGMENT
     for row in range(first, first + count):
         for h in range(head * repeat, (head + 1) * repeat):
             clear_partial(buffers.partial, ((row * sizes.heads + h) * sizes.segments + segment) * size, sizes.value_dim)
     for start in range(begin, min(begin + SEGMENT, last + 1), CHUNK):
-        k_at, v_at = (cells + start) * sizes.head_dim, (cells + start) * sizes.value_dim
+        cells = _run(sizes, step.slot[first], start, layer, head) * CHUNK
+        k_at, v_at = cells * sizes.head_dim, cells * sizes.value_dim
         for row in range(first, first + count):
             valid = min(CHUNK, step.position[row] + 1 - start)
             if valid <= 0:
