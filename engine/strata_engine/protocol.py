@@ -127,19 +127,24 @@ def _clip(text: str) -> str:
 
 
 def _parse_gen(text: str, limits: Limits) -> Request:
-    word = _WORD.match(text)
-    assert word  # the pattern matches anything
+    word = _word(text, 0)
     if not word[1]:
         raise ProtocolError("BAD_LINE", "GEN needs <max_new> and the prompt's ids")
     max_new = _parse_max_new(word[1])
     values: dict[str, Any] = {}
-    while (word := _WORD.match(text, word.end())) and "=" in word[1]:
+    while "=" in (word := _word(text, word.end()))[1]:
         name, _, value = word[1].partition("=")
         key = _key(name, values)
         values[name] = _PARSERS[key.kind](key, value, limits)
-    assert word
     prompt = _parse_prompt(text, word.start(1), max_new, limits)
     return Request(max_new, GenParams(**values), prompt)
+
+
+def _word(text: str, at: int) -> re.Match[str]:
+    """The word at `at` as group 1, spaces before it skipped; empty at the end."""
+    word = _WORD.match(text, at)
+    assert word, "the pattern matches anything"
+    return word
 
 
 def _parse_max_new(text: str) -> int:
