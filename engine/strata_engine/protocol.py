@@ -103,8 +103,8 @@ def parse_line(line: bytes, limits: Limits) -> Command:
         return Gen(_parse_gen(rest.rstrip(" "), limits))
     if word not in _BARE:
         raise ProtocolError("BAD_LINE", f"no request {_clip(word)!r}; there are GEN, {', '.join(_BARE)}")
-    if rest.strip(" "):
-        raise ProtocolError("BAD_LINE", f"{word} stands alone on its line, got {_clip(rest.strip(' '))!r} behind it")
+    if extra := rest.strip(" "):
+        raise ProtocolError("BAD_LINE", f"{word} stands alone on its line, got {_clip(extra)!r} behind it")
     return _BARE[word]
 
 
