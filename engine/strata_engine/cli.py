@@ -104,8 +104,10 @@ def _load(path: str, args: argparse.Namespace) -> Engine:
         )
     except (ModelError, BackendError) as error:
         raise StartError(" ".join(str(error).split())) from error
-    given = {name: value for name, value in (("chunk", args.chunk), ("draft", args.draft)) if value is not None}
-    scheduler = Scheduler(backend, eos=model.eos, queue=args.queue, **given)
+    try:
+        scheduler = Scheduler(backend, eos=model.eos, queue=args.queue, chunk=args.chunk, draft=args.draft)
+    except ValueError as error:
+        raise StartError(str(error)) from error
     scheduler.start()
     return Engine(_info(model, backend.device, context, args.slots), scheduler, backend.close)
 
@@ -186,15 +188,16 @@ def _parser() -> argparse.ArgumentParser:
         "--chunk",
         metavar="N",
         type=_whole(1),
-        help="most prompt tokens read in one step: small keeps other requests'"
-        " tokens flowing, large reads faster; the tokens are the same (default: chosen for the device)",
+        default=64,
+        help="most prompt tokens read in one step: small keeps other requests' tokens flowing, large reads faster;"
+        " the tokens are the same (default: %(default)s)",
     )
     add(
         "--draft",
         metavar="N",
         type=_whole(0, DRAFT_MAX),
-        help="most tokens drafted ahead by prompt lookup, 0 is off;"
-        f" the tokens are the same (default: up to {DRAFT_MAX})",
+        default=DRAFT_MAX,
+        help="most tokens drafted ahead by prompt lookup, 0 is off; the tokens are the same (default: %(default)s)",
     )
     add(
         "--log-level",

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from strata_engine.daemon import Daemon, Engine
 from strata_engine.listener import listen
+from strata_engine.protocol import STATS_KEYS
 from strata_engine.replies import Info
 from strata_engine.request import Busy, Choice, Done, Event, PromptProgress, Request, Token
 
@@ -62,7 +64,8 @@ class FakeScheduler:
         return ticket
 
     def stats(self) -> dict[str, int | float]:
-        return {"slots": self.slots, "running": len(self._running), "queued": len(self._waiting)}
+        now = {"slots": self.slots, "running": len(self._running), "waiting": len(self._waiting)}
+        return {name: now.get(name, 0) for name in STATS_KEYS if name not in ("uptime_s", "connections")}
 
     def close(self) -> None:
         self._closed.set()
@@ -110,7 +113,7 @@ class FakeScheduler:
 
     def _next(self, ticket: FakeTicket) -> int:
         answer = self.script.get(ticket.request.prompt)
-        if answer and ticket.seed is None:
+        if answer and ticket.seed is None and ticket.generated < len(answer):
             return answer[ticket.generated]
         if ticket.seed is None:
             return (ticket.request.prompt[-1] + ticket.generated + 1) % VOCAB
@@ -236,3 +239,13 @@ def connect(socket_path: str) -> Iterator[Callable[..., Client]]:
     yield begin
     for client in clients:
         client.close()
+
+
+@pytest.fixture(scope="session")
+def fake_scheduler() -> type[FakeScheduler]:
+    return FakeScheduler
+
+
+@pytest.fixture(scope="session")
+def running_daemon() -> type[RunningDaemon]:
+    return RunningDaemon

@@ -11,7 +11,7 @@ def test_full_close_cancels_a_running_request(start, connect, until):
     client.send("GEN 5000 10")
     client.line()
     client.close()
-    until(lambda: daemon.scheduler.active() == 0, 0.5)
+    until(lambda: daemon.scheduler.active() == 0, 2)
     assert daemon.scheduler.ended[0][1].reason == "cancel"
 
 
@@ -21,7 +21,7 @@ def test_full_close_cancels_while_the_prompt_is_read(start, connect, until):
     client.send("GEN 10 " + ",".join(["7"] * 8000))
     assert client.line().startswith("PP")
     client.close()
-    until(lambda: daemon.scheduler.active() == 0, 0.5)
+    until(lambda: daemon.scheduler.active() == 0, 2)
     assert daemon.scheduler.ended[0][1].generated == 0
 
 
@@ -32,7 +32,7 @@ def test_a_queued_hang_up_touches_its_own_request_only(start, connect, until):
         client.send(f"GEN 60 {count}0")
         until(lambda count=count: daemon.scheduler.active() == count)
     leaver.close()
-    until(lambda: any(request.prompt == (20,) for request, _ in daemon.scheduler.ended), 0.5)
+    until(lambda: any(request.prompt == (20,) for request, _ in daemon.scheduler.ended), 2)
     assert len(holder.tokens()) == 60
     assert len(waiter.tokens()) == 60
 
@@ -43,7 +43,7 @@ def test_hang_up_with_pipelined_requests_starts_none_of_them(start, connect, unt
     client.send("GEN 5000 10", *["GEN 5 20"] * 50)
     client.line()
     client.close()
-    until(lambda: daemon.scheduler.active() == 0, 0.5)
+    until(lambda: daemon.scheduler.active() == 0, 2)
     until(lambda: not daemon.daemon._connections)
     assert len(daemon.scheduler.submitted) == 1
 
@@ -56,7 +56,7 @@ def test_hang_up_after_a_half_close(start, connect, until):
     client.line()
     assert daemon.scheduler.active() == 1
     client.close()
-    until(lambda: daemon.scheduler.active() == 0, 0.5)
+    until(lambda: daemon.scheduler.active() == 0, 2)
 
 
 def test_hang_up_of_a_client_that_does_not_read(start, connect, until):
@@ -65,7 +65,7 @@ def test_hang_up_of_a_client_that_does_not_read(start, connect, until):
     client.send("GEN 8000 logprobs=20 10")
     time.sleep(0.5)
     client.close()
-    until(lambda: daemon.scheduler.active() == 0, 0.5)
+    until(lambda: daemon.scheduler.active() == 0, 2)
 
 
 def test_a_client_that_does_not_read_is_dropped_past_the_bound(start, connect, until, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_flood_does_not_slow_others(start, connect):
     start()
     flood, other = connect(), connect()
     flood.socket.setblocking(False)
-    slowest = 0.0
+    took = []
     for _ in range(30):
         try:
             flood.socket.send(b"BAD LINE\n" * 20_000)
@@ -118,8 +118,9 @@ def test_a_flood_does_not_slow_others(start, connect):
         began = time.perf_counter()
         other.send("PING")
         assert other.line() == "PONG"
-        slowest = max(slowest, time.perf_counter() - began)
-    assert slowest < 0.25  # 50 ms on a machine of one's own
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[-4] < 0.05, "and a few late ones, on a machine that others use too"
+    assert max(took) < 0.5
 
 
 def test_a_hundred_connections(start, connect):

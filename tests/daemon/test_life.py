@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+
 from strata_engine.daemon import Engine
 from strata_engine.listener import ListenError, listen
 

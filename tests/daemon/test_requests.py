@@ -138,7 +138,7 @@ def test_quit_and_half_close_still_answers(start, connect):
 
 
 def test_half_close_answers_everything(start, connect):
-    start()
+    start(step=0.0005)
     client = connect()
     client.send(*[f"GEN 2 {i}" for i in range(10, 310)])
     client.half_close()

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+
 from strata_engine.params import KEY_BY_NAME, KEYS, SEED_MAX, GenParams
 from strata_engine.protocol import (
     ERROR_CODES,

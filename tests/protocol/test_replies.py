@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from strata_engine.replies import (
     Info,
     Pong,
