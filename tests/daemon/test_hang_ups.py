@@ -29,12 +29,14 @@ def test_a_queued_hang_up_touches_its_own_request_only(start, connect, until):
     daemon = start(slots=1)
     holder, leaver, waiter = connect(), connect(), connect()
     for count, client in enumerate((holder, leaver, waiter), 1):
-        client.send(f"GEN 60 {count}0")
+        client.send(f"GEN 5000 {count}0")
         until(lambda count=count: daemon.scheduler.active() == count)
     leaver.close()
-    until(lambda: any(request.prompt == (20,) for request, _ in daemon.scheduler.ended), 2)
-    assert len(holder.tokens()) == 60
-    assert len(waiter.tokens()) == 60
+    until(lambda: daemon.scheduler.ended != [], 2)
+    assert [request.prompt for request, _ in daemon.scheduler.ended] == [(20,)]
+    holder.send("STOP")
+    holder.answer()
+    assert [waiter.line().split()[0] for _ in range(3)] == ["PP", "T", "T"]
 
 
 def test_hang_up_with_pipelined_requests_starts_none_of_them(start, connect, until):

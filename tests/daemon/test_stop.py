@@ -1,5 +1,11 @@
 """STOP: which GEN it ends."""
 
+import asyncio
+
+from strata_engine.connection import Turn
+from strata_engine.params import GenParams
+from strata_engine.request import Request
+
 
 def reason(done: str) -> str:
     return done.split()[5]
@@ -62,6 +68,25 @@ def test_a_refused_gen_does_not_use_up_a_stop(start, connect):
     assert reason(client.answer()[-1]) == "cancel"
     assert client.answer() == ["ERR BAD_KEY no key 'oops'"]
     assert reason(client.answer()[-1]) == "cancel"
+
+
+def test_a_stop_handed_on_by_a_refused_gen_does_not_reach_a_later_gen(start, connect):
+    start()
+    client = connect()
+    client.send("GEN 1000 10")
+    while not client.line().startswith("T"):
+        pass
+    client.socket.sendall(b"STOP\nGEN 5 oops=1 1\nSTOP\nGEN 2 30\n")
+    client.answer()
+    assert client.answer() == ["ERR BAD_KEY no key 'oops'"]
+    assert client.tokens() == [31, 32]
+
+
+async def test_a_finished_gen_whose_turn_is_not_over_yet_is_no_longer_stoppable():
+    turn = Turn(1, request=Request(1, GenParams(), (10,)), finished=asyncio.get_running_loop().create_future())
+    assert turn.stoppable
+    turn.finished.set_result(None)
+    assert not turn.stoppable
 
 
 def test_stop_after_done_does_not_reach_the_next_gen(start, connect):
