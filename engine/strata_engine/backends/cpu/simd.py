@@ -1,0 +1,279 @@
+"""Vectors of 16 float32 lanes, atomics and a pause, as functions that numba kernels can call.
+
+Plain loops leave both the vector width and the contraction of multiply-adds to the compiler; here both are spelled
+out, so every element is computed by the same operations in the same order whatever surrounds it. LLVM lowers a
+vector to whatever the processor has (one AVX-512 register, two AVX2, four SSE or NEON).
+
+All offsets are in elements of the (one-dimensional, contiguous) array that they go with. No bounds are checked.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.extending import intrinsic, models, register_model
+from numba.np.arrayobj import make_array
+
+LANES = 16
+
+_F32 = ir.FloatType()
+_F32V = ir.VectorType(_F32, LANES)
+_I32V = ir.VectorType(ir.IntType(32), LANES)
+
+
+class F32x16(types.Type):
+    """Numba type of a vector of 16 float32."""
+
+    def __init__(self) -> None:
+        super().__init__(name="f32x16")
+
+
+f32x16 = F32x16()
+
+
+@register_model(F32x16)
+class _F32x16Model(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _F32V)
+
+
+def _pointer(context, builder, array_type, array, offset, bits):
+    """Pointer to element `offset` of the array, seen as `bits` (an LLVM type)."""
+    data = make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [offset]), bits.as_pointer())
+
+
+def _constant(value: float) -> ir.Constant:
+    return ir.Constant(_F32V, [value] * LANES)
+
+
+def _lanes(values) -> ir.Constant:
+    return ir.Constant(_I32V, list(values))
+
+
+def _call(builder, name, *args):
+    """Call an LLVM vector intrinsic whose operands and result are all f32x16."""
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_F32V, [_F32V] * len(args)), f"llvm.{name}.v{LANES}f32"
+    )
+    return builder.call(function, args)
+
+
+def _load(builder, pointer, align=4):
+    value = builder.load(pointer)
+    value.align = align
+    return value
+
+
+@intrinsic
+def load(typingctx, array, offset):
+    """16 values at `offset` as float32; the array holds float32, or uint16 that are IEEE half bits."""
+    half = array.dtype == types.uint16
+
+    def codegen(context, builder, signature, args):
+        if half:
+            vector = ir.VectorType(ir.IntType(16), LANES)
+            bits = _load(builder, _pointer(context, builder, signature.args[0], args[0], args[1], vector), 2)
+            return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _F32V)
+        return _load(builder, _pointer(context, builder, signature.args[0], args[0], args[1], _F32V))
+
+    return f32x16(array, types.intp), codegen
+
+
+@intrinsic
+def store(typingctx, array, offset, value):
+    """Write 16 lanes at `offset`: as float32, or rounded to IEEE half bits into a uint16 array."""
+    half = array.dtype == types.uint16
+
+    def codegen(context, builder, signature, args):
+        vector = args[2]
+        if half:
+            vector = builder.fptrunc(vector, ir.VectorType(ir.HalfType(), LANES))
+            vector = builder.bitcast(vector, ir.VectorType(ir.IntType(16), LANES))
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], vector.type)
+        builder.store(vector, pointer, align=2 if half else 4)
+
+    return types.void(array, types.intp, f32x16), codegen
+
+
+@intrinsic
+def load_codes(typingctx, codes, offset):
+    """One column of a weight tile: 32 rows' codes at `offset` as a pair of vectors (rows 0..15, rows 16..31).
+
+    The array's dtype is the code's format: uint8 two 4-bit codes a byte (row r in the low half, row r + 16 in the
+    high half), int8 signed bytes, uint16 IEEE halves, int16 bfloat16, float32 itself.
+    """
+    pair = types.UniTuple(f32x16, 2)
+
+    def codegen(context, builder, signature, args):
+        array_type, dtype = signature.args[0], signature.args[0].dtype
+
+        def read(bits, start):
+            vector = ir.VectorType(ir.IntType(bits), LANES)
+            position = builder.add(args[1], ir.Constant(args[1].type, start))
+            return _load(builder, _pointer(context, builder, array_type, args[0], position, vector), bits // 8)
+
+        if dtype == types.uint8:
+            both = builder.zext(read(8, 0), _I32V)
+            low = builder.and_(both, _lanes([15] * LANES))
+            high = builder.lshr(both, _lanes([4] * LANES))
+            halves = [builder.sitofp(low, _F32V), builder.sitofp(high, _F32V)]
+        elif dtype == types.int8:
+            halves = [builder.sitofp(builder.sext(read(8, s), _I32V), _F32V) for s in (0, LANES)]
+        elif dtype == types.uint16:
+            half = ir.VectorType(ir.HalfType(), LANES)
+            halves = [builder.fpext(builder.bitcast(read(16, s), half), _F32V) for s in (0, LANES)]
+        elif dtype == types.int16:
+            halves = [
+                builder.bitcast(builder.shl(builder.zext(read(16, s), _I32V), _lanes([16] * LANES)), _F32V)
+                for s in (0, LANES)
+            ]
+        else:
+            halves = [builder.bitcast(read(32, s), _F32V) for s in (0, LANES)]
+        return context.make_tuple(builder, pair, halves)
+
+    return pair(codes, types.intp), codegen
+
+
+@intrinsic
+def splat(typingctx, value):
+    """All lanes = the float32 `value`."""
+
+    def codegen(context, builder, signature, args):
+        one = builder.insert_element(ir.Constant(_F32V, ir.Undefined), args[0], ir.Constant(ir.IntType(32), 0))
+        return builder.shuffle_vector(one, ir.Constant(_F32V, ir.Undefined), _lanes([0] * LANES))
+
+    return f32x16(types.float32), codegen
+
+
+def _elementwise(name, build, arity):
+    """An intrinsic over `arity` vectors whose body is build(builder, *vectors)."""
+    signature = f32x16(*[f32x16] * arity)
+
+    def typed(typingctx, a, b=None, c=None):
+        return signature, lambda context, builder, sig, args: build(builder, *args)
+
+    if arity == 1:
+
+        def function(typingctx, a):
+            return typed(typingctx, a)
+    elif arity == 2:
+
+        def function(typingctx, a, b):
+            return typed(typingctx, a, b)
+    else:
+
+        def function(typingctx, a, b, c):
+            return typed(typingctx, a, b, c)
+
+    function.__name__ = function.__qualname__ = name
+    return intrinsic(function)
+
+
+fma = _elementwise("fma", lambda builder, a, b, c: _call(builder, "fma", a, b, c), 3)  # a * b + c, rounded once
+add = _elementwise("add", lambda builder, a, b: builder.fadd(a, b), 2)
+sub = _elementwise("sub", lambda builder, a, b: builder.fsub(a, b), 2)
+mul = _elementwise("mul", lambda builder, a, b: builder.fmul(a, b), 2)
+div = _elementwise("div", lambda builder, a, b: builder.fdiv(a, b), 2)
+maximum = _elementwise("maximum", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b), 2)
+
+
+def _build_exp(builder, x):
+    """exp(x) by range reduction to [-ln2/2, ln2/2] and a degree-7 polynomial; at most 2 ulp off, 0 below -87.3.
+
+    The scheme is Cody and Waite's, Software Manual for the Elementary Functions (1980), the polynomial Taylor's.
+    """
+    low, high = _constant(-87.3), _constant(88.3)
+    tiny = builder.fcmp_ordered("<", x, low)
+    x = builder.select(tiny, low, x)
+    x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+    n = _call(builder, "rint", builder.fmul(x, _constant(1.4426950408889634)))
+    r = _call(builder, "fma", n, _constant(-0.693359375), x)
+    r = _call(builder, "fma", n, _constant(2.12194440e-4), r)
+    p = _constant(1.0 / 5040.0)
+    for factor in (1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0):
+        p = _call(builder, "fma", p, r, _constant(factor))
+    exponent = builder.shl(builder.add(builder.fptosi(n, _I32V), _lanes([127] * LANES)), _lanes([23] * LANES))
+    return builder.select(tiny, _constant(0.0), builder.fmul(p, builder.bitcast(exponent, _F32V)))
+
+
+exp = _elementwise("exp", _build_exp, 1)
+
+
+def _reduce(builder, vector, combine):
+    """Combine the 16 lanes in halves: (i, i + 8), (i, i + 4), (i, i + 2), (i, i + 1)."""
+    for width in (8, 4, 2, 1):
+        other = builder.shuffle_vector(vector, vector, _lanes([(i + width) % LANES for i in range(LANES)]))
+        vector = combine(vector, other)
+    return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+
+
+@intrinsic
+def lane_sum(typingctx, vector):
+    """Sum of the 16 lanes, in a fixed order."""
+
+    def codegen(context, builder, signature, args):
+        return _reduce(builder, args[0], builder.fadd)
+
+    return types.float32(f32x16), codegen
+
+
+@intrinsic
+def lane_max(typingctx, vector):
+    """Largest of the 16 lanes; no lane may be NaN."""
+
+    def codegen(context, builder, signature, args):
+        return _reduce(builder, args[0], lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+    return types.float32(f32x16), codegen
+
+
+@intrinsic
+def keep_first(typingctx, vector, count, fill):
+    """The first `count` lanes of the vector, `fill` (float32) in the others."""
+
+    def codegen(context, builder, signature, args):
+        vector, count, fill = args
+        count = builder.trunc(count, ir.IntType(32)) if count.type.width > 32 else count
+        undefined = ir.Constant(_I32V, ir.Undefined)
+        wide = builder.insert_element(undefined, count, ir.Constant(ir.IntType(32), 0))
+        wide = builder.shuffle_vector(wide, undefined, _lanes([0] * LANES))
+        inside = builder.icmp_signed("<", _lanes(range(LANES)), wide)
+        one = builder.insert_element(ir.Constant(_F32V, ir.Undefined), fill, ir.Constant(ir.IntType(32), 0))
+        return builder.select(inside, vector, builder.shuffle_vector(one, one, _lanes([0] * LANES)))
+
+    return f32x16(f32x16, types.intp, types.float32), codegen
+
+
+@intrinsic
+def atomic_add(typingctx, array, offset, value):
+    """Add to an int64 element; returns what it held before."""
+
+    def codegen(context, builder, signature, args):
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], ir.IntType(64))
+        return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
+
+    return types.int64(array, types.intp, types.int64), codegen
+
+
+@intrinsic
+def atomic_load(typingctx, array, offset):
+    """Read an int64 element that other threads write."""
+
+    def codegen(context, builder, signature, args):
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], ir.IntType(64))
+        return builder.load_atomic(pointer, "seq_cst", 8)
+
+    return types.int64(array, types.intp), codegen
+
+
+@intrinsic
+def yield_thread(typingctx):
+    """Let another thread have this processor (POSIX sched_yield)."""
+
+    def codegen(context, builder, signature, args):
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.IntType(32), []), "sched_yield")
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
