@@ -22,7 +22,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of a llama model. Projections are [out, in]; q has heads * head_dim outputs, k and v kv_heads * head_dim."""
+    """Sizes of a llama model. q has heads * head_dim outputs, k and v have kv_heads * head_dim."""
 
     arch: str
     vocab: int

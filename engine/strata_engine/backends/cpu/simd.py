@@ -4,7 +4,9 @@ Plain loops leave both the vector width and the contraction of multiply-adds to 
 out, so every element is computed by the same operations in the same order whatever surrounds it. LLVM lowers a
 vector to whatever the processor has (one AVX-512 register, two AVX2, four SSE or NEON).
 
-All offsets are in elements of the (one-dimensional, contiguous) array that they go with. No bounds are checked.
+Kernels work on pointers (`pointer(array)`), not on arrays: an array passed from function to function is reference
+counted, with atomics, in the innermost loops. All offsets are in elements of the pointer's type. No bounds are checked,
+and whoever calls a kernel keeps the arrays alive. `p[i]` reads or writes one element.
 """
 
 from __future__ import annotations
@@ -37,10 +39,9 @@ class _F32x16Model(models.PrimitiveModel):
         super().__init__(dmm, fe_type, _F32V)
 
 
-def _pointer(context, builder, array_type, array, offset, bits):
-    """Pointer to element `offset` of the array, seen as `bits` (an LLVM type)."""
-    data = make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [offset]), bits.as_pointer())
+def _at(builder, pointer, offset, bits):
+    """Pointer to element `offset`, seen as `bits` (an LLVM type)."""
+    return builder.bitcast(builder.gep(pointer, [offset]), bits.as_pointer())
 
 
 def _constant(value: float) -> ir.Constant:
@@ -59,6 +60,13 @@ def _call(builder, name, *args):
     return builder.call(function, args)
 
 
+def _spread(builder, scalar, vector_type):
+    """A vector with `scalar` in every lane."""
+    undefined = ir.Constant(vector_type, ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(one, undefined, _lanes([0] * LANES))
+
+
 def _load(builder, pointer, align=4):
     value = builder.load(pointer)
     value.align = align
@@ -66,52 +74,85 @@ def _load(builder, pointer, align=4):
 
 
 @intrinsic
-def load(typingctx, array, offset):
-    """16 values at `offset` as float32; the array holds float32, or uint16 that are IEEE half bits."""
-    half = array.dtype == types.uint16
+def pointer(typingctx, array):
+    """Pointer to the first element of an array."""
+
+    def codegen(context, builder, signature, args):
+        return make_array(signature.args[0])(context, builder, args[0]).data
+
+    return types.CPointer(array.dtype)(array), codegen
+
+
+@intrinsic
+def shifted(typingctx, pointer, offset):
+    """The pointer moved on by `offset` elements."""
+
+    def codegen(context, builder, signature, args):
+        return builder.gep(args[0], [args[1]])
+
+    return pointer(pointer, types.intp), codegen
+
+
+@intrinsic
+def load(typingctx, pointer, offset):
+    """16 values at `offset` as float32; the memory holds float32, or uint16 that are IEEE half bits."""
+    half = pointer.dtype == types.uint16
 
     def codegen(context, builder, signature, args):
         if half:
             vector = ir.VectorType(ir.IntType(16), LANES)
-            bits = _load(builder, _pointer(context, builder, signature.args[0], args[0], args[1], vector), 2)
+            bits = _load(builder, _at(builder, args[0], args[1], vector), 2)
             return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _F32V)
-        return _load(builder, _pointer(context, builder, signature.args[0], args[0], args[1], _F32V))
+        return _load(builder, _at(builder, args[0], args[1], _F32V))
 
-    return f32x16(array, types.intp), codegen
+    return f32x16(pointer, types.intp), codegen
 
 
 @intrinsic
-def store(typingctx, array, offset, value):
-    """Write 16 lanes at `offset`: as float32, or rounded to IEEE half bits into a uint16 array."""
-    half = array.dtype == types.uint16
+def store(typingctx, pointer, offset, value):
+    """Write 16 lanes at `offset`: as float32, or rounded to IEEE half bits where the memory is uint16."""
+    half = pointer.dtype == types.uint16
 
     def codegen(context, builder, signature, args):
         vector = args[2]
         if half:
             vector = builder.fptrunc(vector, ir.VectorType(ir.HalfType(), LANES))
             vector = builder.bitcast(vector, ir.VectorType(ir.IntType(16), LANES))
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], vector.type)
-        builder.store(vector, pointer, align=2 if half else 4)
+        builder.store(vector, _at(builder, args[0], args[1], vector.type), align=2 if half else 4)
 
-    return types.void(array, types.intp, f32x16), codegen
+    return types.void(pointer, types.intp, f32x16), codegen
 
 
 @intrinsic
-def load_codes(typingctx, codes, offset):
+def store_one(typingctx, pointer, offset, value):
+    """Write one float32 at `offset`, rounded to IEEE half bits where the memory is uint16."""
+    half = pointer.dtype == types.uint16
+
+    def codegen(context, builder, signature, args):
+        scalar = args[2]
+        if half:
+            scalar = builder.bitcast(builder.fptrunc(scalar, ir.HalfType()), ir.IntType(16))
+        builder.store(scalar, builder.gep(args[0], [args[1]]))
+
+    return types.void(pointer, types.intp, types.float32), codegen
+
+
+@intrinsic
+def load_codes(typingctx, pointer, offset):
     """One column of a weight tile: 32 rows' codes at `offset` as a pair of vectors (rows 0..15, rows 16..31).
 
-    The array's dtype is the code's format: uint8 two 4-bit codes a byte (row r in the low half, row r + 16 in the
+    The memory's type is the code's format: uint8 two 4-bit codes a byte (row r in the low half, row r + 16 in the
     high half), int8 signed bytes, uint16 IEEE halves, int16 bfloat16, float32 itself.
     """
     pair = types.UniTuple(f32x16, 2)
 
     def codegen(context, builder, signature, args):
-        array_type, dtype = signature.args[0], signature.args[0].dtype
+        dtype = signature.args[0].dtype
 
         def read(bits, start):
             vector = ir.VectorType(ir.IntType(bits), LANES)
             position = builder.add(args[1], ir.Constant(args[1].type, start))
-            return _load(builder, _pointer(context, builder, array_type, args[0], position, vector), bits // 8)
+            return _load(builder, _at(builder, args[0], position, vector), bits // 8)
 
         if dtype == types.uint8:
             both = builder.zext(read(8, 0), _I32V)
@@ -132,7 +173,18 @@ def load_codes(typingctx, codes, offset):
             halves = [builder.bitcast(read(32, s), _F32V) for s in (0, LANES)]
         return context.make_tuple(builder, pair, halves)
 
-    return pair(codes, types.intp), codegen
+    return pair(pointer, types.intp), codegen
+
+
+@intrinsic
+def broadcast(typingctx, pointer, offset):
+    """All lanes = the float32 at `offset`."""
+
+    def codegen(context, builder, signature, args):
+        one = _load(builder, _at(builder, args[0], args[1], _F32))
+        return _spread(builder, one, _F32V)
+
+    return f32x16(pointer, types.intp), codegen
 
 
 @intrinsic
@@ -140,8 +192,7 @@ def splat(typingctx, value):
     """All lanes = the float32 `value`."""
 
     def codegen(context, builder, signature, args):
-        one = builder.insert_element(ir.Constant(_F32V, ir.Undefined), args[0], ir.Constant(ir.IntType(32), 0))
-        return builder.shuffle_vector(one, ir.Constant(_F32V, ir.Undefined), _lanes([0] * LANES))
+        return _spread(builder, args[0], _F32V)
 
     return f32x16(types.float32), codegen
 
@@ -219,6 +270,16 @@ def lane_sum(typingctx, vector):
 
 
 @intrinsic
+def first_lane(typingctx, vector):
+    """Lane 0."""
+
+    def codegen(context, builder, signature, args):
+        return builder.extract_element(args[0], ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(f32x16), codegen
+
+
+@intrinsic
 def lane_max(typingctx, vector):
     """Largest of the 16 lanes; no lane may be NaN."""
 
@@ -235,36 +296,30 @@ def keep_first(typingctx, vector, count, fill):
     def codegen(context, builder, signature, args):
         vector, count, fill = args
         count = builder.trunc(count, ir.IntType(32)) if count.type.width > 32 else count
-        undefined = ir.Constant(_I32V, ir.Undefined)
-        wide = builder.insert_element(undefined, count, ir.Constant(ir.IntType(32), 0))
-        wide = builder.shuffle_vector(wide, undefined, _lanes([0] * LANES))
-        inside = builder.icmp_signed("<", _lanes(range(LANES)), wide)
-        one = builder.insert_element(ir.Constant(_F32V, ir.Undefined), fill, ir.Constant(ir.IntType(32), 0))
-        return builder.select(inside, vector, builder.shuffle_vector(one, one, _lanes([0] * LANES)))
+        inside = builder.icmp_signed("<", _lanes(range(LANES)), _spread(builder, count, _I32V))
+        return builder.select(inside, vector, _spread(builder, fill, _F32V))
 
     return f32x16(f32x16, types.intp, types.float32), codegen
 
 
 @intrinsic
-def atomic_add(typingctx, array, offset, value):
+def atomic_add(typingctx, pointer, offset, value):
     """Add to an int64 element; returns what it held before."""
 
     def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], ir.IntType(64))
-        return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
+        return builder.atomic_rmw("add", _at(builder, args[0], args[1], ir.IntType(64)), args[2], "seq_cst")
 
-    return types.int64(array, types.intp, types.int64), codegen
+    return types.int64(pointer, types.intp, types.int64), codegen
 
 
 @intrinsic
-def atomic_load(typingctx, array, offset):
+def atomic_load(typingctx, pointer, offset):
     """Read an int64 element that other threads write."""
 
     def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], ir.IntType(64))
-        return builder.load_atomic(pointer, "seq_cst", 8)
+        return builder.load_atomic(_at(builder, args[0], args[1], ir.IntType(64)), "seq_cst", 8)
 
-    return types.int64(array, types.intp), codegen
+    return types.int64(pointer, types.intp), codegen
 
 
 @intrinsic
