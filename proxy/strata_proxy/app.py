@@ -28,7 +28,7 @@ CLIENT_LEFT = 499  # nginx' code for it; only metrics see it
 def create_app(config: Config) -> web.Application:
     """The proxy for one engine. Raises ConfigError if the configured chat template cannot be read."""
     app = web.Application(
-        middlewares=[_measure, _cors, _errors, _authorise], client_max_size=config.max_body_bytes
+        middlewares=[_measure, _preflight, _errors, _authorise], client_max_size=config.max_body_bytes
     )
     engine = Engine(config.engine)
     app[CONFIG], app[ENGINE], app[METRICS] = config, engine, Metrics(lambda: engine.up)
@@ -82,23 +82,25 @@ async def _measure(request: web.Request, handler: Handler) -> web.StreamResponse
         metrics.seconds.labels(route).observe(time.monotonic() - begun)
 
 
-@web.middleware
-async def _cors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Lets pages of the configured origins read answers; by default there are none."""
+def _allowed_origin(request: web.Request) -> str | None:
     origin, allowed = request.headers.get("Origin"), request.app[CONFIG].cors_origins
-    if origin is None or not (origin in allowed or "*" in allowed):
+    return origin if origin is not None and (origin in allowed or "*" in allowed) else None
+
+
+@web.middleware
+async def _preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers a browser that asks whether a page of a configured origin may call; by default none may."""
+    if request.method != "OPTIONS" or _allowed_origin(request) is None:
         return await handler(request)
-    headers = {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
-    if request.method == "OPTIONS":
-        wanted = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": "Authorization, Content-Type"}
-        return web.Response(status=204, headers=headers | wanted)
-    request["cors"] = headers
-    return await handler(request)
+    methods, names = "GET, POST", "Authorization, Content-Type"
+    headers = {"Access-Control-Allow-Methods": methods, "Access-Control-Allow-Headers": names}
+    return web.Response(status=204, headers=headers)
 
 
 async def _add_cors(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal handler: streamed responses send their headers before the middleware sees them again."""
-    response.headers.update(request.get("cors", {}))
+    """On every response, streams included: their headers are gone before a middleware sees them."""
+    if (origin := _allowed_origin(request)) is not None:
+        response.headers.update({"Access-Control-Allow-Origin": origin, "Vary": "Origin"})
 
 
 @web.middleware
@@ -109,8 +111,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error_response(error)
     except web.HTTPException as error:
         return _error_response(_from_http(request, error))
-    except ConnectionResetError:
-        return web.Response(status=CLIENT_LEFT)  # nobody reads it
+    except ConnectionError:
+        raise  # the client left while it was written to; nobody would read an answer
     except Exception:
         log.exception("%s %s", request.method, request.path)
         return _error_response(ApiError("The proxy failed; its log says more.", status=500, code="internal_error"))
@@ -137,7 +139,7 @@ async def _authorise(request: web.Request, handler: Handler) -> web.StreamRespon
     keys = request.app[CONFIG].api_keys
     if keys and request.path.startswith("/v1/"):
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
-        if not any([hmac.compare_digest(given, key.encode()) for key in keys]):
+        if not any(hmac.compare_digest(given, key.encode()) for key in keys):
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError("A valid API key is needed.", status=401, code="invalid_api_key", headers=headers)
     return await handler(request)

@@ -87,19 +87,28 @@ class Link:
 @asynccontextmanager
 async def connected(path: str) -> AsyncIterator[Link]:
     """A greeted connection to the engine's socket. Raises ApiError (503) where there is none."""
+    link = await _open(path)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+async def _open(path: str) -> Link:
     link: Link | None = None
     try:
         async with asyncio.timeout(GREETING_S):
             link = Link(*await asyncio.open_unix_connection(path, limit=LINE_MAX))
             await link.greet()
-        yield link
-    except TimeoutError:
-        raise unavailable(f"The engine at {path} does not answer.") from None
-    except OSError as error:
-        raise unavailable(f"The engine cannot be reached at {path}: {error.strerror or error}") from None
-    finally:
+        return link
+    except BaseException as error:
         if link is not None:
             link.close()
+        if isinstance(error, TimeoutError):
+            raise unavailable(f"The engine at {path} does not answer.") from None
+        if isinstance(error, OSError):
+            raise unavailable(f"The engine cannot be reached at {path}: {error.strerror or error}") from None
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -61,6 +62,7 @@ class Generation:
     link: Link
     vocab: Vocab
     outcome: Outcome | None = None
+    first_text: float | None = None  # when, by time.monotonic()
     _text: TextStream = field(default_factory=TextStream)
     _stops: StopStrings = field(init=False)
     _tokens: int = 0
@@ -103,6 +105,8 @@ class Generation:
         self._decoded += len(text)
         held = self._stops.held
         shown = self._stops.push(text)
+        if shown and self.first_text is None:
+            self.first_text = time.monotonic()
         if self._stops.hit is None and self._stops.held == 0:
             return Delta(shown, self._take(None))
         return Delta(shown, self._take(self._decoded - len(text) - held + len(shown)))
@@ -150,11 +154,11 @@ class Generation:
 class Together:
     """Several generations at once, their deltas in the order in which they come.
 
-    Leaving the context ends them all; the first failure is raised from `__anext__`.
+    Leaving the context ends them all; the first failure comes out of `next`.
     """
 
     def __init__(self, generations: Sequence[Generation]) -> None:
-        self._queue: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue(BACKLOG)
+        self._queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(BACKLOG)
         self._generations = generations
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -170,7 +174,7 @@ class Together:
     async def next(self) -> tuple[int, Delta | None]:
         """(position, delta) of the next piece; delta None: that generation is complete."""
         at, item = await self._queue.get()
-        if isinstance(item, BaseException):
+        if isinstance(item, Exception):
             raise item
         return at, item
 

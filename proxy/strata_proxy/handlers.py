@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import PurePath
@@ -20,7 +21,6 @@ from .generation import Delta, Generation, Together
 from .metrics import Metrics
 from .openai import Shape
 from .plan import plan_jobs
-from .vocab import Vocab
 
 CONFIG = web.AppKey("config", Config)
 ENGINE = web.AppKey("engine", Engine)
@@ -83,7 +83,7 @@ def _no_model(wanted: object, served: str) -> ApiError:
 
 
 async def _answer(request: web.Request, chat: bool) -> web.StreamResponse:
-    config = request.app[CONFIG]
+    config, begun = request.app[CONFIG], time.monotonic()
     body = parse_body(await _json_bytes(request))
     ask = parse_ask(body, chat, config.sampling, config.max_choices)
     async with _generations(request, ask, body) as (shape, generations):
@@ -92,7 +92,7 @@ async def _answer(request: web.Request, chat: bool) -> web.StreamResponse:
                 return await _stream(request, ask, shape, generations)
             return await _whole(request, shape, generations)
         finally:
-            request.app[METRICS].count(generations)
+            request.app[METRICS].count(request.path, begun, generations)
 
 
 async def _json_bytes(request: web.Request) -> bytes:
@@ -104,9 +104,7 @@ async def _json_bytes(request: web.Request) -> bytes:
 
 
 @asynccontextmanager
-async def _generations(
-    request: web.Request, ask: Ask, body: Body
-) -> AsyncIterator[tuple[Shape, list[Generation]]]:
+async def _generations(request: web.Request, ask: Ask, body: Body) -> AsyncIterator[tuple[Shape, list[Generation]]]:
     """The request's generations, each on a connection of its own that leaving the context closes."""
     engine, config = request.app[ENGINE], request.app[CONFIG]
     async with AsyncExitStack() as stack:
@@ -212,5 +210,3 @@ class EventStream:
             return await task
         finally:
             task.cancel()
-
-

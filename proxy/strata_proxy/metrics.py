@@ -32,8 +32,11 @@ class Metrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, ["route"], buckets=SECONDS, registry=self.registry)
 
-    def count(self, generations: Sequence[Generation]) -> None:
-        """Add the tokens of generations that ended."""
+    def count(self, route: str, begun: float, generations: Sequence[Generation]) -> None:
+        """Add a request's generations; `begun`: when it came, by time.monotonic()."""
+        shown = [g.first_text for g in generations if g.first_text is not None]
+        if shown:
+            self.first.labels(route).observe(min(shown) - begun)
         for outcome in (g.outcome for g in generations if g.outcome is not None):
             self.tokens.labels("prompt").inc(outcome.prompt)
             self.tokens.labels("cached").inc(outcome.reused)

@@ -70,6 +70,8 @@ def _max_new(ask: Ask, prompt: int, context: int) -> int:
         raise ApiError(message, param=ask.prompt_field, code="context_length_exceeded")
     wanted = context - prompt if ask.max_tokens is None else ask.max_tokens
     if prompt + wanted > context:
-        message = f"The prompt's {prompt} tokens and {ask.max_tokens_field} = {wanted} are over the context of {context}."
+        message = (
+            f"The prompt's {prompt} tokens and {ask.max_tokens_field} = {wanted} are over the context of {context}."
+        )
         raise ApiError(message, param=ask.max_tokens_field, code="context_length_exceeded")
     return wanted

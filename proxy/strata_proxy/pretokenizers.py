@@ -48,7 +48,9 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _THREES),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2", "solar-open"), _ONES),
     "falcon": Kind((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    "deepseek-coder": Kind((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")),
+    "deepseek-coder": Kind(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
+    ),
     "tekken": Kind((_cased("", ""),), ignore_merges=True, add_bos=True),
     "gpt-4o": Kind((_cased(_CONTRACTION + "?", "{1,3}"),)),
 }

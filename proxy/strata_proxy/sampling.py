@@ -54,7 +54,11 @@ def sampling_keys(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
     is not a number, not finite, out of range or not an integer where one is needed.
     """
     values = _values(body, defaults or {})
-    kept = {field.name: values[field.name] for field in FIELDS if not _neutral(field, values[field.name])}
+    kept = {
+        field.name: value
+        for field in FIELDS
+        if (value := values[field.name]) is not None and not _neutral(field, value)
+    }
     if not any(name in kept for name in PENALTIES) or kept.get("penalty_last_n") == 0:
         kept = {name: value for name, value in kept.items() if name not in (*PENALTIES, "penalty_last_n")}
     else:
@@ -84,9 +88,7 @@ def _values(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, N
     return values
 
 
-def _neutral(field: Field, value: Number | None) -> bool:
-    if value is None:
-        return True
+def _neutral(field: Field, value: Number) -> bool:
     if field.name == "top_k":
         return not (1 <= value <= TOP_K_MAX)
     if field.name == "seed":

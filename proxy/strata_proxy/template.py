@@ -58,7 +58,9 @@ def render_chat(source: str | None, messages: Sequence[Message], bos_token: str,
     there is none, if it is broken, or if it refuses these messages.
     """
     if not source:
-        raise ApiError("This model has no chat template; use /v1/completions.", param="messages", code="no_chat_template")
+        raise ApiError(
+            "This model has no chat template; use /v1/completions.", param="messages", code="no_chat_template"
+        )
     try:
         return _compiled(source).render(
             messages=messages, add_generation_prompt=True, bos_token=bos_token, eos_token=eos_token, tools=None

@@ -32,9 +32,8 @@ class Vocab:
         self._ids = {text: i for i, text in enumerate(self.tokens)}
         if len(self._ids) != len(self.tokens) or len(types) < len(self.tokens):
             raise ModelFileError("the vocabulary is damaged: tokens are repeated or lack a type")
-        self.bos: int | None = metadata.get("tokenizer.ggml.bos_token_id", 1 if self.model == "llama" else None)
-        self.eos: int | None = metadata.get("tokenizer.ggml.eos_token_id", 2 if self.model == "llama" else None)
-        self.name: str | None = metadata.get("general.name")
+        self.bos = self._named(metadata, "bos_token_id", 1)
+        self.eos = self._named(metadata, "eos_token_id", 2)
         self.chat_template: str | None = metadata.get("tokenizer.chat_template")
         self._plain_specials = self._finder(USER_DEFINED)
         self._all_specials = self._finder(USER_DEFINED, CONTROL, UNKNOWN)
@@ -50,7 +49,10 @@ class Vocab:
     @classmethod
     def load(cls, path: Path) -> Vocab:
         """The vocabulary of the GGUF file at `path`. Raises ModelFileError."""
-        return cls(read_metadata(path))
+        try:
+            return cls(read_metadata(path))
+        except (TypeError, ValueError, AttributeError, IndexError) as error:  # keys of another type than they should be
+            raise ModelFileError(f"the vocabulary of {path} is damaged: {error}") from None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -72,6 +74,8 @@ class Vocab:
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """The bytes that `token` adds to the text; control tokens add nothing unless `special`."""
+        if token >= len(self.tokens):
+            return b""  # the head may be wider than the vocabulary
         kind, text = self._types[token], self.tokens[token]
         if kind in (CONTROL, UNKNOWN):
             return text.encode() if special else b""
@@ -85,6 +89,13 @@ class Vocab:
         """The vocabulary's own text for `token`, as chat templates use it; empty for None."""
         return "" if token is None else self.tokens[token]
 
+    def _named(self, metadata: Mapping[str, Any], name: str, usual: int) -> int | None:
+        """The id of a special token; `usual` is that of score vocabularies whose file does not say."""
+        token = metadata.get(f"tokenizer.ggml.{name}", usual if self.model == "llama" else None)
+        if token is not None and not (0 <= token < len(self.tokens)):
+            raise ModelFileError(f"the vocabulary is damaged: tokenizer.ggml.{name} is {token}")
+        return token
+
     def _finder(self, *types: int) -> re.Pattern[str] | None:
         names = {text for text, kind in zip(self.tokens, self._types, strict=False) if kind in types}
         longest_first = sorted(names, key=lambda name: (-len(name), name))
@@ -95,7 +106,7 @@ class Vocab:
         kind: Kind | None = KINDS.get(name)
         if kind is None:
             raise ModelFileError(f"tokenizer.ggml.pre {name!r} is not supported; known: {', '.join(sorted(KINDS))}")
-        pairs = [tuple(merge.split(" ", 1)) for merge in get("merges", list)]
+        pairs = [_pair(merge) for merge in get("merges", list)]
         try:
             bpe = models.BPE(vocab=self._ids, merges=pairs, ignore_merges=kind.ignore_merges)
         except Exception as error:  # tokenizers raises bare Exception for a merge outside the vocabulary
@@ -110,7 +121,9 @@ class Vocab:
 
     def _load_spm(self, metadata: Mapping[str, Any], get: Any) -> None:
         scores = get("scores", list)
-        byte_ids = [self._ids.get(f"<0x{byte:02X}>", metadata.get("tokenizer.ggml.unknown_token_id", 0)) for byte in range(256)]
+        byte_ids = [
+            self._ids.get(f"<0x{byte:02X}>", metadata.get("tokenizer.ggml.unknown_token_id", 0)) for byte in range(256)
+        ]
         if len(scores) < len(self.tokens):
             raise ModelFileError("the vocabulary is damaged: tokens lack a score")
         self._merger = ScoreMerger(self._ids, scores, byte_ids)
@@ -142,3 +155,10 @@ def _get(metadata: Mapping[str, Any], name: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ModelFileError(f"the model file has no usable tokenizer.ggml.{name}")
     return value
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    at = merge.find(" ", 1)  # a piece may itself begin with a space
+    if at < 0:
+        raise ModelFileError(f"the vocabulary is damaged: tokenizer.ggml.merges holds {merge!r}")
+    return merge[:at], merge[at + 1 :]
