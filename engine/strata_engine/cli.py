@@ -104,8 +104,10 @@ def _load(path: str, args: argparse.Namespace) -> Engine:
         )
     except (ModelError, BackendError) as error:
         raise StartError(" ".join(str(error).split())) from error
-    given = {name: value for name, value in (("chunk", args.chunk), ("draft", args.draft)) if value is not None}
-    scheduler = Scheduler(backend, eos=model.eos, queue=args.queue, **given)
+    try:
+        scheduler = Scheduler(backend, eos=model.eos, queue=args.queue, chunk=args.chunk, draft=args.draft)
+    except ValueError as error:
+        raise StartError(str(error)) from error
     scheduler.start()
     return Engine(_info(model, backend.device, context, args.slots), scheduler, backend.close)
 
@@ -161,21 +163,55 @@ def _parser() -> argparse.ArgumentParser:
         help=f"most tokens of prompt and answer together (default: the model's, at most {DEFAULT_CONTEXT})",
     )
     add("--slots", metavar="N", type=_whole(1), default=4, help="requests computed at once (default: %(default)s)")
-    add("--queue", metavar="N", type=_whole(0), default=64, help="requests that may wait for a slot; past it ERR BUSY"
-        " (default: %(default)s)")
-    add("--threads", metavar="N", type=_whole(1), default=_cores(), help="CPU threads (default: the cores this process"
-        " may use, here %(default)s)")
-    add("--kv", choices=("f32", "f16"), default="f32", help="type of the cached keys and values; f16 halves their memory"
-        " and costs some exactness (default: %(default)s)")
-    add("--chunk", metavar="N", type=_whole(1), help="most prompt tokens read in one step: small keeps other requests'"
-        " tokens flowing, large reads faster; the tokens are the same (default: chosen for the device)")
-    add("--draft", metavar="N", type=_whole(0, DRAFT_MAX), help="most tokens drafted ahead by prompt lookup, 0 is off;"
-        f" the tokens are the same (default: up to {DRAFT_MAX})")
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what is logged on stderr"
-        " (default: %(default)s)")
+    add(
+        "--queue",
+        metavar="N",
+        type=_whole(0),
+        default=64,
+        help="requests that may wait for a slot; past it ERR BUSY (default: %(default)s)",
+    )
+    add(
+        "--threads",
+        metavar="N",
+        type=_whole(1),
+        default=_cores(),
+        help="CPU threads (default: the cores this process may use, here %(default)s)",
+    )
+    add(
+        "--kv",
+        choices=("f32", "f16"),
+        default="f32",
+        help="type of the cached keys and values; f16 halves their memory"
+        " and costs some exactness (default: %(default)s)",
+    )
+    add(
+        "--chunk",
+        metavar="N",
+        type=_whole(1),
+        default=64,
+        help="most prompt tokens read in one step: small keeps other requests' tokens flowing, large reads faster;"
+        " the tokens are the same (default: %(default)s)",
+    )
+    add(
+        "--draft",
+        metavar="N",
+        type=_whole(0, DRAFT_MAX),
+        default=DRAFT_MAX,
+        help="most tokens drafted ahead by prompt lookup, 0 is off; the tokens are the same (default: %(default)s)",
+    )
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="what is logged on stderr (default: %(default)s)",
+    )
     add("--version", action="version", version=f"strata-engine {__version__}")
     return parser
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

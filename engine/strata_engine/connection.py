@@ -307,8 +307,10 @@ class Connection(asyncio.Protocol):
 
     def deliver(self, turn: Turn, event: Event) -> None:
         """Take one event of the request of `turn`; `flush` sends what has come together."""
-        self._output.append(format_event(event))
+        line = format_event(event)
+        self._output.append(line)
         if isinstance(event, Done | Failed) and turn.finished and not turn.finished.done():
+            log.debug("%s", line)
             turn.finished.set_result(None)
 
     def flush(self) -> None:
@@ -344,7 +346,7 @@ class Connection(asyncio.Protocol):
     def shut_down(self) -> None:
         """Close once the turns are answered; none of them starts anything any more."""
         self._wake.set()
-        if self._task is None:
+        if self._task is None or self._dismissed:
             self._transport.abort()
 
     def abort(self) -> None:

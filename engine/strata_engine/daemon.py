@@ -108,7 +108,11 @@ class Daemon:
 
     def _deliver(self, events: list[tuple[Connection, Turn, Event]]) -> None:
         for connection, turn, event in events:
-            connection.deliver(turn, event)
+            try:
+                connection.deliver(turn, event)
+            except Exception:  # one client's fault must not cost the others their events
+                log.exception("an event could not be delivered")
+                connection.abort()
         for connection in {connection for connection, _, _ in events}:
             connection.flush()
 

@@ -34,6 +34,26 @@ ERROR_CODES: dict[str, str] = {
     "SHUTDOWN": "the engine is ending; the connection closes",
 }
 
+STATS_KEYS: dict[str, str] = {
+    "uptime_s": "seconds since the engine started",
+    "connections": "open connections, this one included",
+    "slots": "requests that can be computed at once",
+    "running": "requests being computed",
+    "waiting": "requests that wait for a slot",
+    "requests": "requests taken since the start",
+    "finished": "of them, ended with `stop` or `length`",
+    "cancelled": "of them, ended with `cancel`",
+    "failed": "of them, ended with ERR",
+    "steps": "steps of the engine's loop",
+    "rows": "rows computed in them",
+    "busy_s": "seconds spent computing",
+    "prompt_tokens": "prompt tokens computed",
+    "reused_tokens": "prompt tokens found in a slot's cache instead",
+    "generated_tokens": "tokens emitted",
+    "drafts_offered": "drafted tokens that were checked",
+    "drafts_accepted": "of them, those that were the target's own choice",
+}
+
 
 class ProtocolError(Exception):
     """A line is refused; `code` is one of ERROR_CODES, `text` names the part at fault."""
@@ -103,8 +123,8 @@ def parse_line(line: bytes, limits: Limits) -> Command:
         return Gen(_parse_gen(rest.rstrip(" "), limits))
     if word not in _BARE:
         raise ProtocolError("BAD_LINE", f"no request {_clip(word)!r}; there are GEN, {', '.join(_BARE)}")
-    if rest.strip(" "):
-        raise ProtocolError("BAD_LINE", f"{word} stands alone on its line, got {_clip(rest.strip(' '))!r} behind it")
+    if extra := rest.strip(" "):
+        raise ProtocolError("BAD_LINE", f"{word} stands alone on its line, got {_clip(extra)!r} behind it")
     return _BARE[word]
 
 
@@ -150,7 +170,7 @@ def _word(text: str, at: int) -> re.Match[str]:
 def _parse_max_new(text: str) -> int:
     if not _INT.fullmatch(text):
         raise ProtocolError("BAD_VALUE", f"max_new={_clip(text)}: not a whole number")
-    if text.startswith("-") and text.strip("-0"):
+    if text.startswith("-"):
         raise ProtocolError("OUT_OF_RANGE", f"max_new={_clip(text)}: must be 0 or more")
     if len(text) > NUMBER_MAX:
         raise ProtocolError("CONTEXT_FULL", f"max_new={_clip(text)}: more than any context")
