@@ -1,4 +1,4 @@
-"""The CPU kernels as functions over NumPy arrays, for tests. All of them are compiled here, once, and cached on disk."""
+"""The CPU kernels as functions over NumPy arrays, for tests. All are compiled here, once, and cached on disk."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_engine.backends.cpu.attention import (
-    CHUNK, DIMS, SEGMENT, STATE, attend_chunk, clear_partial, combine,
-)  # fmt: skip
+    CHUNK,
+    DIMS,
+    SEGMENT,
+    STATE,
+    attend_chunk,
+    clear_partial,
+    combine,
+)
 from strata_engine.backends.cpu.elementwise import append_cell, block_sums, embed, norm, rotate_queries
 from strata_engine.backends.cpu.layout import TILE, Arena, pad, tiles
 from strata_engine.backends.cpu.matmul import GROUP, Input, Weights, put, tile_outputs

@@ -53,7 +53,7 @@ def random_tokens(count: int, vocab: int, seed: int = 0) -> list[int]:
 
 
 def others(vocab: int, chunks: Mapping[int, int], length: int) -> list[Text]:
-    """Texts for other slots, {slot: chunk}, as long as `length` or so and of other tokens; no logits kept but the last."""
+    """Texts for other slots, {slot: chunk}, about `length` long, of other tokens; only the last logits are kept."""
     return [
         Text(slot, random_tokens(length + slot, vocab, seed=slot), chunk, wanted=[length + slot - 1])
         for slot, chunk in chunks.items()

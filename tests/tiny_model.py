@@ -103,12 +103,12 @@ def write_model(path: Path, tiny: Tiny | None = None, change: Callable[[Tensors]
 
 
 def random_tensors(tiny: Tiny) -> Tensors:
-    """Weights of about the size that keeps activations near 1; norms near 1."""
+    """Weights of about the sizes of a real model: activations near 1, logits of a few units; norms near 1."""
     rng = np.random.default_rng(tiny.seed)
     tensors: Tensors = {}
     for name, (rows, cols) in tiny.matrices().items():
         kind = Type[tiny.kinds.get(name.rsplit(".", 1)[-1], tiny.kind)]
-        spread = 1.0 if name == "token_embd" else 2.0 / np.sqrt(cols)
+        spread = (3.0 if name in ("token_embd", "output") else 1.5) / np.sqrt(cols)
         tensors[name + ".weight"] = random_blocks(rng, kind, rows, cols, spread), kind
     for name, length in tiny.vectors().items():
         tensors[name + ".weight"] = rng.uniform(0.5, 1.5, length).astype(np.float32), Type.F32

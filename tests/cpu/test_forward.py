@@ -8,7 +8,7 @@ from tiny_model import AFFINE
 from strata_engine.model.reference import reference_logits
 
 pytestmark = pytest.mark.xdist_group("cpu")
-TOLERANCE = 2e-4  # of logits of about 10
+TOLERANCE = 1e-4  # float32 leaves up to 4e-5 at logits of up to 20
 
 
 def largest_error(model, backend, tokens):
@@ -73,7 +73,7 @@ def test_cells_of_halves_are_near(tiny, start):
     model = tiny()
     tokens = random_tokens(130, model.vocab)
     error = largest_error(model, start(model, kv="f16"), tokens)
-    assert TOLERANCE / 10 < error < 0.02
+    assert TOLERANCE < error < 0.1
 
 
 def test_logits_are_those_of_the_wanted_rows(tiny, start):

@@ -4,8 +4,18 @@ import numpy as np
 import pytest
 
 from strata_engine.backends.cpu.simd import (
-    atomic_add, atomic_load, exp, first_lane, keep_first, lane_max, lane_sum, load, maximum, pointer, store,
-)  # fmt: skip
+    atomic_add,
+    atomic_load,
+    exp,
+    first_lane,
+    keep_first,
+    lane_max,
+    lane_sum,
+    load,
+    maximum,
+    pointer,
+    store,
+)
 from strata_engine.jit import njit
 
 pytestmark = pytest.mark.xdist_group("cpu")
