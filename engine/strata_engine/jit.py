@@ -1,7 +1,7 @@
 """numba's `njit` with a disk cache that cannot be stale.
 
 numba looks only at the file of the function that it caches, not at the files of what the function calls. So the cache
-lies in a folder named after the content of all our sources: edit a kernel and everything is compiled anew.
+lies in a folder named after the content of all kernel sources: edit one and everything is compiled anew.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numba.core.config
 
 _PACKAGE = Path(__file__).parent
+_KERNEL_FOLDERS = ("backends/cpu", "sampling", "selection")
 
 
 def cache_home() -> Path:
@@ -23,9 +25,9 @@ def cache_home() -> Path:
 
 def _sources_digest() -> str:
     digest = hashlib.sha256(numba.__version__.encode())
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(path.relative_to(_PACKAGE).as_posix().encode())
-        digest.update(path.read_bytes())
+    for folder in _KERNEL_FOLDERS:
+        for path in sorted((_PACKAGE / folder).glob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -35,6 +37,7 @@ def kernel_cache() -> Path:
     return Path(given) if given else cache_home() / "kernels" / _sources_digest()
 
 
-numba.config.CACHE_DIR = str(kernel_cache())
+_config: Any = numba.core.config
+_config.CACHE_DIR = str(kernel_cache())
 
 njit: Any = numba.njit

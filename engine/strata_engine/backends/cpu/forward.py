@@ -64,8 +64,8 @@ class Buffers(NamedTuple):
     norms: Any  # float32 [2 * layers + 1, x_ld]: attn and ffn norm of each layer, output norm
     cos: Any  # float32 [context, rope_half]
     sin: Any
-    keys: Any  # float32 or uint16 [slots, layers, kv_heads, chunks, head_dim, 64]
-    values: Any  # the same type [slots, layers, kv_heads, chunks, 64, value_dim]
+    keys: Any  # float32 or uint16 [slots, chunks, layers, kv_heads, head_dim, 64]
+    values: Any  # the same type [slots, chunks, layers, kv_heads, 64, value_dim]
     x: Any  # float32 [max_rows, x_ld]: the residual stream
     normed: Any  # float32 [max_rows, x_ld]
     qkv: Any  # float32 [max_rows, qkv_ld]
@@ -75,7 +75,6 @@ class Buffers(NamedTuple):
     partial: Any  # float32 [max_rows, heads, segments, value_dim + 16]
     logits: Any  # float32 [max_rows, vocab_ld]
     scratch: Any  # float32 [threads, scratch_ld]: two tiles of outputs, or scores, or a column
-    counters: Any  # int64: the barrier, then one a phase; all zero at the start of a step
 
 
 class Step(NamedTuple):
@@ -191,6 +190,12 @@ def _project_qkv(team, phase, sizes, buffers, rows, layer, y):
 
 
 @njit(nogil=True)
+def _run(sizes, slot, position, layer, head):
+    """Which run of 64 cells holds a position's key and value."""
+    return ((slot * sizes.chunks + position // CHUNK) * sizes.layers + layer) * sizes.kv_heads + head
+
+
+@njit(nogil=True)
 def _append_rows(team, phase, sizes, buffers, step, layer):
     """Rotate queries and keys; write keys and values to the cells."""
     row = _take(team, phase, 1)
@@ -200,11 +205,11 @@ def _append_rows(team, phase, sizes, buffers, step, layer):
             buffers.qkv, at, sizes.heads, sizes.head_dim, buffers.cos, buffers.sin, t, sizes.rope_half, sizes.q_scale
         )
         for head in range(sizes.kv_heads):
-            cells = ((step.slot[row] * sizes.layers + layer) * sizes.kv_heads + head) * sizes.chunks * CHUNK
+            run = _run(sizes, step.slot[row], step.position[row], layer, head)
             append_cell(
                 buffers.qkv, at + sizes.k_at + head * sizes.head_dim, at + sizes.v_at + head * sizes.head_dim,
                 sizes.head_dim, sizes.value_dim, buffers.cos, buffers.sin, t, sizes.rope_half,
-                buffers.keys, cells * sizes.head_dim, buffers.values, cells * sizes.value_dim, step.position[row],
+                buffers.keys, buffers.values, run, step.position[row] % CHUNK,
             )  # fmt: skip
         row = _take(team, phase, 1)
     return _meet(team, phase)
@@ -214,14 +219,14 @@ def _append_rows(team, phase, sizes, buffers, step, layer):
 def _attend_span(sizes, buffers, step, layer, first, count, head, segment, scores):
     """Partial results of one segment for `count` rows and the query heads of one kv head."""
     repeat, size = sizes.heads // sizes.kv_heads, sizes.value_dim + STATE
-    cells = ((step.slot[first] * sizes.layers + layer) * sizes.kv_heads + head) * sizes.chunks * CHUNK
     last = step.position[first + count - 1]
     begin = segment * SEGMENT
     for row in range(first, first + count):
         for h in range(head * repeat, (head + 1) * repeat):
             clear_partial(buffers.partial, ((row * sizes.heads + h) * sizes.segments + segment) * size, sizes.value_dim)
     for start in range(begin, min(begin + SEGMENT, last + 1), CHUNK):
-        k_at, v_at = (cells + start) * sizes.head_dim, (cells + start) * sizes.value_dim
+        cells = _run(sizes, step.slot[first], start, layer, head) * CHUNK
+        k_at, v_at = cells * sizes.head_dim, cells * sizes.value_dim
         for row in range(first, first + count):
             valid = min(CHUNK, step.position[row] + 1 - start)
             if valid <= 0:
@@ -337,16 +342,18 @@ def _pointers(b):
         pointer(b.u8), pointer(b.i8), pointer(b.u16), pointer(b.i16), pointer(b.f32), pointer(b.matrices),
         pointer(b.norms), pointer(b.cos), pointer(b.sin), pointer(b.keys), pointer(b.values), pointer(b.x),
         pointer(b.normed), pointer(b.qkv), pointer(b.att), pointer(b.hidden), pointer(b.sums), pointer(b.partial),
-        pointer(b.logits), pointer(b.scratch), pointer(b.counters),
+        pointer(b.logits), pointer(b.scratch),
     )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
-def run_step(thread, threads, sizes, arrays, slot, position, token, wanted, spans):
+def run_step(thread, threads, counters, sizes, arrays, slot, position, token, wanted, spans):
     """One thread's share of a forward; all `threads` threads of the team must call it with the same arguments.
 
+    counters  int64: the barrier, then one a phase, COUNTER_STRIDE apart; zeroed before the first thread enters. One
+              thread may still be leaving the last barrier when another returns: steps take turns with two of these
     sizes     Sizes
-    arrays    Buffers of arrays; `counters` zeroed before the first thread enters
+    arrays    Buffers of arrays
     slot, position, token   int32 [n]
     wanted    int32 [m]: rows whose logits are left in arrays.logits[0:m]
     spans     int32 [s, 2]
@@ -356,7 +363,7 @@ def run_step(thread, threads, sizes, arrays, slot, position, token, wanted, span
         pointer(slot), pointer(position), pointer(token), pointer(wanted), pointer(spans),
         len(slot), len(wanted), len(spans),
     )  # fmt: skip
-    team = Team(thread, threads, buffers.counters)
+    team = Team(thread, threads, pointer(counters))
     y = shifted(buffers.scratch, thread * sizes.scratch_ld)
     z = shifted(y, sizes.scratch_ld // 2)
     phase = _embed_rows(team, 0, sizes, buffers, step, y)
