@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from . import __version__
 from .listener import ListenError, listen
 from .params import DRAFT_MAX
+from .paths import DEFAULT_MODEL, default_model
 from .progress import open_progress, show_cursor
 from .replies import Info
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("strata_engine")
 
-DEFAULT_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SOCKET = "/tmp/strata.sock"
 DEFAULT_CONTEXT = 8192
 EXIT_REFUSED = 2
@@ -60,12 +60,6 @@ def _run(args: argparse.Namespace) -> bool:
     _raise_file_limit()
     listener = listen(args.socket)
     return asyncio.run(serve_until_signal(listener, lambda: _load(path, args)))
-
-
-def default_model() -> Path:
-    """Where `make model` puts the default model."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "strata" / DEFAULT_MODEL
 
 
 def _model_file(given: str | None) -> str:

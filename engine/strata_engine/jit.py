@@ -14,13 +14,10 @@ from typing import Any
 import numba
 import numba.core.config
 
+from .paths import cache_home
+
 _PACKAGE = Path(__file__).parent
 _KERNEL_FOLDERS = ("backends/cpu", "sampling", "selection")
-
-
-def cache_home() -> Path:
-    """The user's strata folder: $XDG_CACHE_HOME/strata or ~/.cache/strata."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "strata"
 
 
 def _sources_digest() -> str:

@@ -2,11 +2,12 @@
 
 Cells lie in chunks of 64 positions, and all of a slot's first 64 positions before its next: memory is touched only as
 far as a context goes. Within a chunk a (layer, kv head) has its keys as [dimension, 64], so that 16 cells' scores fill
-a vector, and its values as [64, padded dimension]. A query walks its chunks from position 0 up with a running maximum
-and sum
-(Milakov and Gimelshein, 2018; Dao et al., 2022). Every 32 chunks form a segment with a partial result of its own, so
-that a long context can be shared among threads; partial results are combined in order. Where chunks and segments begin
-depends on the position alone, hence a row's result does not depend on what runs beside it.
+a vector, and its values as [64, padded dimension].
+
+A query walks its chunks from position 0 up with a running maximum and sum (Milakov and Gimelshein, 2018; Dao et al.,
+2022). Every 32 chunks form a segment with a partial result of its own, so that a long context can be shared among
+threads; partial results are combined in order. Where chunks and segments begin depends on the position alone, hence a
+row's result does not depend on what runs beside it.
 
 The plain twin is `attention_reference`.
 """
