@@ -83,7 +83,8 @@ def _ask(port: int, question: str) -> None:
     response = connection.getresponse()
     if response.status != 200:
         raise SystemExit(f"demo: HTTP {response.status}: {response.read().decode()}")
-    begun, usage = time.monotonic(), {}
+    begun = time.monotonic()
+    usage: dict[str, int] = {}
     for event in _events(response):
         usage = event.get("usage") or usage
         for choice in event.get("choices", []):

@@ -58,12 +58,12 @@ class Daemon:
         self.hangups = HangUps(loop)
         self._mailbox = Mailbox(loop, self._deliver)
         server = await loop.create_unix_server(lambda: Connection(self), sock=self._listener.socket)
-        log.info("listening on %s", self._listener.path)
+        log.debug("listening on %s", self._listener.path)
         try:
             engine = await _until(stop, _in_thread(loop, self._load))
             if engine:
                 self.scheduler, self.info = engine.scheduler, engine.info
-                log.info("ready: %s on %s, context %d", self.info.model, self.info.device, self.info.context)
+                log.info("ready on %s: %s, %s", self._listener.path, self.info.model, self.info.device)
                 await stop.wait()
         finally:
             self.stopping = True
@@ -88,7 +88,7 @@ class Daemon:
         self.parser.shutdown(wait=False, cancel_futures=True)
         if engine:
             engine.close()
-        log.info("ended")
+        log.debug("ended")
 
     # ---- what a connection needs
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.web_log import AccessLogger
 
 from strata_engine import __version__
 
@@ -20,6 +21,14 @@ from .config import LOG_LEVELS, Config, ConfigError, load_config
 log = logging.getLogger("strata_proxy")
 
 GRACE_S = 5.0  # running answers may end within this after a signal
+
+
+class AccessLog(AccessLogger):
+    """One line a request, but none for the polling of a monitor that finds all well."""
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        if request.path not in ("/health", "/metrics") or self.logger.isEnabledFor(logging.DEBUG):
+            super().log(request, response, time)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,7 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def serve(app: web.Application, config: Config) -> None:
     """Serve until SIGINT or SIGTERM. Raises OSError if the address cannot be used."""
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=GRACE_S)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that leaves ends its request
+        shutdown_timeout=GRACE_S,
+        access_log_class=AccessLog,
+        access_log_format='%a "%r" %s %b bytes %Tf s',
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, config.host, config.port).start()

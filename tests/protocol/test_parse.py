@@ -268,9 +268,9 @@ def test_over_the_context():
 
 def test_a_million_ids_parse_quickly():
     line = b"GEN 5 " + b",".join(b"%d" % (i % 1000) for i in range(1_000_000))
-    began = time.perf_counter()
+    began = time.thread_time()
     command = parse_line(line, Limits(1000, 2_000_000))
-    assert time.perf_counter() - began < 0.5
+    assert time.thread_time() - began < 0.5
     assert command.request.prompt[999_999] == 999
 
 
@@ -285,9 +285,9 @@ def test_a_million_ids_parse_quickly():
     ids=range(13),
 )  # fmt: skip
 def test_the_longest_faulty_lines_are_refused_quickly(line):
-    began = time.perf_counter()
+    began = time.thread_time()
     refusal(line)
-    assert time.perf_counter() - began < 0.5
+    assert time.thread_time() - began < 0.5
 
 
 def test_a_client_writes_what_the_engine_reads():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...jit import njit
-from .attention import CHUNK, SEGMENT, STATE, attend_chunk, clear_partial, combine
+from .attention import CHUNK, SEGMENT, STATE, attend_chunk, attend_chunk_twice, clear_partial, combine
 from .elementwise import append_cell, block_sums, embed, norm, rotate_queries
 from .layout import FIELDS, ROWS, TILE
 from .matmul import Input, Weights, put, put_added, put_gated, tile_outputs
@@ -196,6 +196,12 @@ def _run(sizes, slot, position, layer, head):
 
 
 @njit(nogil=True)
+def _partial(sizes, row, head, segment):
+    """Where a partial result begins."""
+    return ((row * sizes.heads + head) * sizes.segments + segment) * (sizes.value_dim + STATE)
+
+
+@njit(nogil=True)
 def _append_rows(team, phase, sizes, buffers, step, layer):
     """Rotate queries and keys; write keys and values to the cells."""
     row = _take(team, phase, 1)
@@ -219,24 +225,32 @@ def _append_rows(team, phase, sizes, buffers, step, layer):
 def _attend_span(sizes, buffers, step, layer, first, count, head, segment, scores):
     """Partial results of one segment for `count` rows and the query heads of one kv head."""
     repeat, size = sizes.heads // sizes.kv_heads, sizes.value_dim + STATE
-    last = step.position[first + count - 1]
+    end = first + count
     begin = segment * SEGMENT
-    for row in range(first, first + count):
-        for h in range(head * repeat, (head + 1) * repeat):
-            clear_partial(buffers.partial, ((row * sizes.heads + h) * sizes.segments + segment) * size, sizes.value_dim)
-    for start in range(begin, min(begin + SEGMENT, last + 1), CHUNK):
+    for h in range(head * repeat, (head + 1) * repeat):
+        for row in range(first, end):
+            clear_partial(buffers.partial, _partial(sizes, row, h, segment), sizes.value_dim)
+    for start in range(begin, min(begin + SEGMENT, step.position[end - 1] + 1), CHUNK):
         cells = _run(sizes, step.slot[first], start, layer, head) * CHUNK
         k_at, v_at = cells * sizes.head_dim, cells * sizes.value_dim
-        for row in range(first, first + count):
-            valid = min(CHUNK, step.position[row] + 1 - start)
-            if valid <= 0:
-                continue
-            for h in range(head * repeat, (head + 1) * repeat):
-                attend_chunk(
-                    buffers.qkv, row * sizes.qkv_ld + h * sizes.head_dim, buffers.keys, k_at, buffers.values, v_at,
-                    sizes.head_dim, sizes.value_dim, valid,
-                    buffers.partial, ((row * sizes.heads + h) * sizes.segments + segment) * size, scores,
-                )  # fmt: skip
+        for h in range(head * repeat, (head + 1) * repeat):
+            row = max(first, first + start - step.position[first])  # rows before it end before this chunk
+            while row < end:
+                valid = min(CHUNK, step.position[row] + 1 - start)
+                q_at, p_at = row * sizes.qkv_ld + h * sizes.head_dim, _partial(sizes, row, h, segment)
+                if valid == CHUNK and row + 1 < end:
+                    attend_chunk_twice(
+                        buffers.qkv, q_at, q_at + sizes.qkv_ld, buffers.keys, k_at, buffers.values, v_at,
+                        sizes.head_dim, sizes.value_dim,
+                        buffers.partial, p_at, p_at + sizes.heads * sizes.segments * size, scores,
+                    )  # fmt: skip
+                    row += 2
+                else:
+                    attend_chunk(
+                        buffers.qkv, q_at, buffers.keys, k_at, buffers.values, v_at,
+                        sizes.head_dim, sizes.value_dim, valid, buffers.partial, p_at, scores,
+                    )  # fmt: skip
+                    row += 1
 
 
 @njit(nogil=True)
@@ -258,13 +272,12 @@ def _attend(team, phase, sizes, buffers, step, layer, scores):
 @njit(nogil=True)
 def _combine_rows(team, phase, sizes, buffers, step):
     """att = combined partial results, and its block sums."""
-    size = sizes.value_dim + STATE
     row = _take(team, phase, 1)
     while row < step.rows:
         at = row * sizes.att_ld
         segments = step.position[row] // SEGMENT + 1
         for h in range(sizes.heads):
-            p_at, out_at = (row * sizes.heads + h) * sizes.segments * size, at + h * sizes.head_dim
+            p_at, out_at = _partial(sizes, row, h, 0), at + h * sizes.head_dim
             combine(buffers.partial, p_at, segments, sizes.head_dim, sizes.value_dim, buffers.att, out_at)
         block_sums(buffers.att, at, sizes.att_ld, buffers.sums, row * sizes.sums_ld)
         row = _take(team, phase, 1)
