@@ -23,7 +23,7 @@ def engine(tmp_path_factory, model_path):
     """A running engine: its process and its socket's path."""
     path = str(tmp_path_factory.mktemp("s") / "s")
     command = [sys.executable, "-m", "strata_engine.cli", "--socket", path, "--device", "cpu", "--threads", "2"]
-    command += ["--max-context", str(CONTEXT), "--model", str(model_path), "--chunk", "512"]
+    command += ["--max-context", str(CONTEXT), "--model", str(model_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -71,6 +71,16 @@ def resident(process):
     return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_memory_with_a_context_filled(engine, model):
+    """Resident size after a prompt of 1,024 tokens, plus the cells of one context that were not touched yet."""
+    process, path = engine
+    prompt = ",".join(str(100 + i % 997) for i in range(1024))
+    assert talk(path, f"GEN 1 {prompt}")[-1].startswith("DONE 1 1024 ")
+    cell = 2 * model.geometry.layers * model.geometry.kv_width * 4
+    assert resident(process) + (CONTEXT - 1024) * cell < RESIDENT_LIMIT
+
+
 def test_a_greedy_answer(engine, case):
     prompt = ",".join(map(str, case["prompt_ids"]))
     count = 8
@@ -87,16 +97,6 @@ def iter_decided(margins):
         if margin < 0.01:
             return
         yield margin
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_memory_with_a_context_filled(engine, model):
-    """Resident size after a prompt of 1,024 tokens, plus the cells of one context that were not touched yet."""
-    process, path = engine
-    prompt = ",".join(str(100 + i % 997) for i in range(1024))
-    assert talk(path, f"GEN 1 {prompt}")[-1].startswith("DONE 1 1024 ")
-    cell = 2 * model.geometry.layers * model.geometry.kv_width * 4
-    assert resident(process) + (CONTEXT - 1024) * cell < RESIDENT_LIMIT
 
 
 def test_a_second_start_compiles_nothing(engine, tmp_path, model_path):
