@@ -1,0 +1,108 @@
+"""Steps that the selection kernels share: keys, step records, the search of a histogram.
+
+A block of THREADS threads runs each step together. Shared memory comes from the kernel: `pool` uint32 [POOL],
+`hist` uint32 [HIST], `ws` uint32 [WORKSPACE] (sums of warps, counters and results, at the names below).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda
+
+from .ptx import SIMULATED, THREADS, float_bits, sum_above
+from .reference import BLOCK, CELLS, TAIL_BONUS, WIDTH
+
+CANDIDATES = 256 if SIMULATED else 4096  # blocks that shared memory can hold
+WORDS = 8  # bitmap words a thread
+MAX_BLOCKS = THREADS * WORDS * 32  # blocks that the bitmaps can name: 131,072
+
+HIST_BITS = 7 if SIMULATED else 11  # key bits a step, over candidates
+HIST_EACH = (1 << HIST_BITS) // THREADS  # bins a thread
+HIST = (HIST_EACH + 1) * THREADS
+WIDE_BITS = 8 if SIMULATED else 13  # key bits a step, over all scores
+WIDE_EACH = (1 << WIDE_BITS) // THREADS
+BITMAP = (WORDS + 1) * THREADS
+POOL = max(2 * CANDIDATES, 2 * BITMAP, (WIDE_EACH + 1) * THREADS)
+MAX_WIDTH = BLOCK * (HIST - 2)  # cells; the selected blocks are listed in `hist`
+
+RESULT, LISTED, COUNT, GATHERED, LAST = 32, 36, 37, 38, 39  # places in `ws` after the warps' sums
+WORKSPACE = 40
+
+
+@cuda.jit(device=True)
+def key_of(x):
+    """The order-preserving uint32 key of a float32: -0 equals +0, NaN is the lowest. Twin: `reference.keys_of`."""
+    bits = float_bits(x)
+    if x != x:
+        return np.uint32(0)
+    if bits >> np.uint32(31) == np.uint32(0) or x == np.float32(0):
+        return (bits & np.uint32(0x7FFFFFFF)) | np.uint32(0x80000000)
+    return ~bits
+
+
+@cuda.jit(device=True)
+def tail_key(row, full, tail):
+    """The key of a query's tail block, its score raised; 0 where it has none."""
+    if tail == 0:
+        return np.uint32(0)
+    x = row[full]
+    # NaN and both infinities fail this test; each becomes the bonus
+    raised = x + np.float32(TAIL_BONUS) if abs(x) <= np.float32(3.4028235e38) else np.float32(TAIL_BONUS)
+    return key_of(raised)
+
+
+@cuda.jit(device=True)
+def read_record(records, active, max_blocks, cap, query):
+    """(cells, width) of a query, bounded by what its rows of scores and ids hold."""
+    blocks = min(max_blocks, active[0])
+    return min(records[query, CELLS], BLOCK * blocks), min(records[query, WIDTH], cap)
+
+
+@cuda.jit(device=True)
+def pad(i, each):
+    """Where entry i of an array lies whose every `each` entries are read by one thread: off its neighbours' banks."""
+    return i + i // each
+
+
+@cuda.jit(device=True)
+def in_range(key, start, bits):
+    """True if start <= key < start + 2^bits, for bits = 0..32."""
+    return key >= start and (bits == 32 or (key - start) >> np.uint32(bits) == np.uint32(0))
+
+
+@cuda.jit(device=True)
+def find_bin(hist, each, need, tail_bin, tail, ws):
+    """The highest bin down to which `need` cells are held: (bin, cells above it, cells in it).
+
+    hist: blocks by bin, `each` bins a thread, padded; complete, with a barrier behind it.
+    tail_bin, tail: the bin of the tail block and its cells; -1 where it is not among the bins.
+    All threads get the result; the histogram may be overwritten at once.
+    """
+    base = cuda.threadIdx.x * (each + 1)
+    first = cuda.threadIdx.x * each
+    total = 0
+    for j in range(each):
+        total += BLOCK * np.int32(hist[base + j])
+    if first <= tail_bin < first + each:
+        total += tail
+    acc = np.int64(sum_above(np.int32(total), ws))
+    if acc < need <= acc + total:
+        for k in range(each):
+            j = each - 1 - k
+            held = BLOCK * np.int32(hist[base + j])
+            if first + j == tail_bin:
+                held += tail
+            if acc < need <= acc + held:
+                ws[RESULT] = first + j
+                ws[RESULT + 1] = acc
+                ws[RESULT + 2] = held
+            acc += held
+    cuda.syncthreads()
+    return np.int32(ws[RESULT]), np.int32(ws[RESULT + 1]), np.int32(ws[RESULT + 2])
+
+
+@cuda.jit(device=True)
+def write_all_cells(out, cells, first, step):
+    """Ids 0..cells-1: the query sees no more cells than it may select."""
+    for slot in range(first, cells, step):
+        out[slot] = slot
