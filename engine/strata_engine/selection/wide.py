@@ -98,12 +98,8 @@ def _classify(x, threshold):
 
 @cuda.jit(device=True)
 def _classify4(x, threshold):
-    return np.int32(
-        _classify(x[0], threshold)
-        + _classify(x[1], threshold)
-        + _classify(x[2], threshold)
-        + _classify(x[3], threshold)
-    )
+    first, second = _classify(x[0], threshold) + _classify(x[1], threshold), _classify(x[2], threshold)
+    return np.int32(first + second + _classify(x[3], threshold))
 
 
 @cuda.jit(device=True)
