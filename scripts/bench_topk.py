@@ -29,7 +29,7 @@ FLUSH_BYTES = 512 << 20
 
 @cuda.jit
 def read_all(source, sink):
-    """Read `source` float32 [n], n a multiple of 16 * threads, with 16-byte loads; `sink` float32 [1] is a pretext."""
+    """Read `source` float32 [n], n a multiple of 16 times the threads; `sink` float32 [1] is a pretext."""
     step = cuda.gridsize(1)
     total = np.float32(0)
     for v in range(cuda.grid(1), len(source) // 4, 4 * step):
@@ -56,7 +56,7 @@ class Bench:
         self.sink = cuda.to_device(np.zeros(1, dtype=np.float32))
         drawn = np.random.default_rng(0).standard_normal(FLUSH_BYTES // 4 // 16, dtype=np.float32)
         self.big = cuda.to_device(np.tile(drawn, 16))
-        self.blocks = 132 * 4
+        self.blocks = 512  # whole rounds of 16 scores a thread
         read_all[self.blocks, 512](self.big, self.sink)
         nothing[1, 32](self.sink)
         self.flush = launch.capture(self.stream, lambda s: read_all[self.blocks, 512, s](self.big, self.sink))
@@ -114,7 +114,7 @@ def time_case(bench: Bench, kind: str, queries: int, cells: int, rivals: bool) -
 
 def time_rivals(bench: Bench, device_scores: Any) -> dict[str, float]:
     """Times of torch.topk and FlashInfer's top_k of 512 blocks, where they are installed."""
-    times = {}
+    times: dict[str, float] = {}
     try:
         import torch
     except ImportError:

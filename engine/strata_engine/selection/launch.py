@@ -29,7 +29,7 @@ class BlockTopK:
         self.queries, self.max_blocks = queries, max_blocks
         self.flags = cuda.to_device(np.zeros(queries, dtype=np.int32))  # 1: the last launch fell back to `wide`
         self._all_blocks = cuda.to_device(np.array([max_blocks], dtype=np.int32))
-        self._parts = cuda.device_array((shared, SPLITS, 2, CANDIDATES), dtype=np.uint32)
+        self._parts = cuda.device_array((shared, SPLITS, 2 * CANDIDATES), dtype=np.uint32)
         self._counts = cuda.device_array((shared, SPLITS), dtype=np.int32)
         self._done = cuda.to_device(np.zeros((shared, 1), dtype=np.int32))
 

@@ -46,8 +46,11 @@ if SIMULATED:
     def load4(row, index):
         return row[index], row[index + 1], row[index + 2], row[index + 3]
 
-    def load_shared_by_all(array, index):
+    def load_fresh(array, index):
         return array[index]
+
+    def prefetch(row, index):
+        pass
 
     def float_bits(x):
         return np.float32(x).view(np.uint32)
@@ -73,10 +76,6 @@ if SIMULATED:
         return sum(_gather(value)[: cuda.threadIdx.x])
 
     @cuda.jit(device=True)
-    def block_max(value, scratch):
-        return np.uint32(max(_gather(value)))
-
-    @cuda.jit(device=True)
     def warp_scan(value):
         first = cuda.threadIdx.x // 32 * 32
         warp = _gather(value)[first : first + 32]
@@ -90,11 +89,9 @@ if SIMULATED:
 else:
     from llvmlite import ir
     from numba import types
-    from numba.cuda.cache_hints import ldcg
     from numba.cuda.extending import intrinsic
 
     F32, U32 = ir.FloatType(), ir.IntType(32)
-    load_shared_by_all = ldcg  # from L2: other blocks wrote it while this kernel ran
 
     @intrinsic
     def load4(typingctx, row, index):
@@ -119,6 +116,32 @@ else:
 
         return signature, codegen
 
+    @intrinsic
+    def prefetch(typingctx, row, index):
+        """Start bringing the 128 bytes around element `index` of a row to L2."""
+
+        def codegen(context, builder, sig, args):
+            array = context.make_array(sig.args[0])(context, builder, value=args[0])
+            pointer = builder.gep(array.data, [args[1]])
+            kind = ir.FunctionType(ir.VoidType(), [pointer.type])
+            builder.call(ir.InlineAsm(kind, "prefetch.global.L2 [$0];", "l", side_effect=True), [pointer])
+            return context.get_dummy_value()
+
+        return types.void(row, types.int64), codegen
+
+    @intrinsic
+    def load_fresh(typingctx, array, index):
+        """A 32-bit word of a 1-D array that other blocks write while this kernel runs, from L2; not reordered."""
+
+        def codegen(context, builder, sig, args):
+            box = context.make_array(sig.args[0])(context, builder, value=args[0])
+            pointer = builder.gep(box.data, [args[1]])
+            kind = ir.FunctionType(U32, [pointer.type])
+            asm = ir.InlineAsm(kind, "ld.global.cg.u32 $0, [$1];", "=r,l,~{memory}", side_effect=True)
+            return builder.call(asm, [pointer])
+
+        return array.dtype(array, types.int64), codegen
+
     def _bitcast(source: Any, target: Any, llvm: Any) -> Callable[..., Any]:
         def cast(typingctx, value):
             def codegen(context, builder, sig, args):
@@ -130,6 +153,15 @@ else:
 
     float_bits = _bitcast(types.float32, types.uint32, U32)
     bits_float = _bitcast(types.uint32, types.float32, F32)
+
+    @cuda.jit(device=True)
+    def _warp_sum(value):
+        """The sum of an int32 over the warp, in every lane."""
+        step = 16
+        while step > 0:
+            value = np.int32(value + cuda.shfl_xor_sync(ALL_LANES, value, step))
+            step //= 2
+        return value
 
     @cuda.jit(device=True)
     def sum_above(value, scratch):
@@ -148,11 +180,8 @@ else:
         if lane == 0:
             scratch[warp] = total
         cuda.syncthreads()
-        above = np.int32(total - value)
-        for w in range(WARPS):
-            if w > warp:
-                above = np.int32(above + np.int32(scratch[w]))
-        return above
+        others = np.int32(scratch[lane]) if warp < lane < WARPS else np.int32(0)
+        return np.int32(total - value + _warp_sum(others))
 
     @cuda.jit(device=True)
     def sum_below(value, scratch):
@@ -168,11 +197,8 @@ else:
         if lane == 31:
             scratch[warp] = total
         cuda.syncthreads()
-        below = np.int32(total - value)
-        for w in range(WARPS):
-            if w < warp:
-                below = np.int32(below + np.int32(scratch[w]))
-        return below
+        others = np.int32(scratch[lane]) if lane < warp else np.int32(0)
+        return np.int32(total - value + _warp_sum(others))
 
     @cuda.jit(device=True)
     def _warp_max(value):
@@ -187,17 +213,6 @@ else:
     def _signed(key):
         """uint32 -> int32 of the same order: shuffles move signed words."""
         return np.int32(key ^ np.uint32(0x80000000))
-
-    @cuda.jit(device=True)
-    def block_max(value, scratch):
-        """The largest uint32 of the block; one barrier; `scratch` as in `sum_above`."""
-        largest = np.uint32(_warp_max(_signed(value))) ^ np.uint32(0x80000000)
-        if cuda.laneid == 0:
-            scratch[cuda.threadIdx.x >> 5] = largest
-        cuda.syncthreads()
-        for w in range(WARPS):
-            largest = max(largest, scratch[w])
-        return largest
 
     @cuda.jit(device=True)
     def warp_scan(value):

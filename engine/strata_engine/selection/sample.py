@@ -18,34 +18,31 @@ from .ptx import (
     THREADS,
     WARPS,
     bits_float,
-    block_max,
     kernel,
     load4,
-    load_shared_by_all,
+    load_fresh,
+    prefetch,
     sum_below,
     warp_kth_largest,
 )
 from .reference import BLOCK
 from .steps import (
-    BITMAP,
     CANDIDATES,
     COUNT,
     GATHERED,
     HIST,
     HIST_BITS,
-    HIST_EACH,
     LAST,
     LISTED,
     MAX_BLOCKS,
     MAX_WIDTH,
     POOL,
     RESULT,
-    WORDS,
+    TOP,
     WORKSPACE,
     find_bin,
     in_range,
     key_of,
-    pad,
     read_record,
     tail_key,
     write_all_cells,
@@ -53,11 +50,11 @@ from .steps import (
 from .wide import select_wide
 
 STRIDE = 8 if SIMULATED else 32  # one score of so many is in the sample
+RUN = 4  # loads of 4 scores side by side in the sample: 64 bytes, as memory likes to be read
 SPARE = 4 if SIMULATED else 16  # samples over the expected number, so that too few passing is rare
 SPLITS = 4 if SIMULATED else 16  # blocks of threads a query of a window
-EACH = CANDIDATES // THREADS  # candidates a thread
 FEW = 32  # blocks that are ranked by comparing each with each
-NOTHING, TIE = 0xFFFFFFFF, 0x80000000  # marks beside a block number
+NOTHING, TIE = 0xFFFFFFFF, 0x80000000  # marks in place of a block number, and on top of one
 
 
 @cuda.jit(device=True)
@@ -72,32 +69,17 @@ def _list_samples(x, bound, pool, ws):
 
 
 @cuda.jit(device=True)
-def _lower_bound(row, full, width, pool, ws):
-    """The key of about the `wanted`-th largest sample; 0 if the samples cannot tell.
+def _largest_key(x):
+    return max(max(key_of(x[0]), key_of(x[1])), max(key_of(x[2]), key_of(x[3])))
 
-    The sample is 4 neighbours of every 4 * STRIDE scores, one 16-byte load. Each warp's r-th largest lane maximum,
-    r = wanted / WARPS rounded up, is a bound that at least `wanted` samples reach; those few are ranked exactly.
+
+@cuda.jit(device=True)
+def _rank_samples(wanted, stride, pool, ws):
+    """Rank the listed samples: `ws[RESULT]` gets the key of the `wanted`-th largest, `ws[TOP]` that of an eighth of it.
+
+    `ws[RESULT]` stays 0 where so many samples equal that key that the blocks over it will not fit.
     """
     thread = cuda.threadIdx.x
-    groups = (full >> 2) // STRIDE
-    wanted = 2 * ((width + BLOCK - 1) // BLOCK) // STRIDE + SPARE
-    if thread == 0:
-        ws[LISTED], ws[COUNT], ws[RESULT] = 0, 0, 0
-    top = np.uint32(0)
-    for g in range(thread, groups, THREADS):
-        x = load4(row, 4 * STRIDE * g)
-        top = max(max(top, max(key_of(x[0]), key_of(x[1]))), max(key_of(x[2]), key_of(x[3])))
-    kth = warp_kth_largest(top, (wanted + WARPS - 1) // WARPS)
-    if thread & 31 == 0:
-        pool[THREADS + (thread >> 5)] = kth
-    cuda.syncthreads()
-    bound = pool[THREADS]
-    for w in range(1, WARPS):
-        bound = min(bound, pool[THREADS + w])
-    bound = max(bound, np.uint32(1))
-    for g in range(thread, groups, THREADS):
-        _list_samples(load4(row, 4 * STRIDE * g), bound, pool, ws)
-    cuda.syncthreads()
     listed = np.int32(ws[LISTED])
     if thread < listed <= THREADS:
         mine = pool[thread]
@@ -105,8 +87,55 @@ def _lower_bound(row, full, width, pool, ws):
         for i in range(listed):
             above += pool[i] > mine
             same += pool[i] == mine
-        if above < wanted <= above + same:
+        if above < wanted <= above + same and (above + same) * stride <= CANDIDATES:
             ws[RESULT] = mine
+        if above < wanted // 8 <= above + same:
+            ws[TOP] = mine
+
+
+@cuda.jit(device=True)
+def _lower_bound(row, full, width, first, step, pool, ws):
+    """A key that about 2 * width + SPARE * stride blocks reach, from a sample; 0 if the sample cannot tell.
+
+    The sample is RUN loads side by side of every RUN * stride. The r-th largest lane maximum of a warp, r * warps >=
+    wanted, is reached by r samples there, so the lowest of all warps' by `wanted` in all; those few are ranked.
+    While that goes on, the block's first loads (first, first + step, ...) are on their way to L2.
+    """
+    thread = cuda.threadIdx.x
+    vecs = full >> 2
+    stride = STRIDE
+    while vecs // (RUN * stride) * RUN > 2 * THREADS:
+        stride *= 2
+    loads = vecs // (RUN * stride) * RUN
+    wanted = 2 * ((width + BLOCK - 1) // BLOCK) // stride + SPARE
+    x = y = (np.float32(np.nan), np.float32(np.nan), np.float32(np.nan), np.float32(np.nan))
+    if thread < loads:
+        x = load4(row, 4 * (thread // RUN * RUN * stride + thread % RUN))
+    if thread + THREADS < loads:
+        other = thread + THREADS
+        y = load4(row, 4 * (other // RUN * RUN * stride + other % RUN))
+    line = first - thread + thread * 8 // THREADS * step + thread * 8 % THREADS
+    if line < vecs:
+        prefetch(row, 4 * line)
+    if thread == 0:
+        ws[LISTED], ws[COUNT], ws[RESULT], ws[TOP] = 0, 0, 0, 0
+    bound = np.uint32(1)
+    warps = min(loads // 32, WARPS)
+    if 4 * loads > THREADS and wanted <= 32 * warps:
+        kth = warp_kth_largest(max(_largest_key(x), _largest_key(y)), (wanted + warps - 1) // warps)
+        if thread & 31 == 0:
+            pool[THREADS + (thread >> 5)] = kth
+        cuda.syncthreads()
+        bound = pool[THREADS]
+        for w in range(1, warps):
+            bound = min(bound, pool[THREADS + w])
+        bound = max(bound, np.uint32(1))
+    else:
+        cuda.syncthreads()
+    _list_samples(x, bound, pool, ws)
+    _list_samples(y, bound, pool, ws)
+    cuda.syncthreads()
+    _rank_samples(wanted, stride, pool, ws)
     cuda.syncthreads()
     return ws[RESULT]
 
@@ -133,9 +162,13 @@ def _keep4(x, v, bound, pool, ws):
 def _collect(row, full, width, first, step, pool, ws):
     """Keep the candidates among loads first, first + step, ...; returns the bound's key, 0 if there is none.
 
-    The first loads are under way while the bound is computed, and the next ones while the last are looked at.
-    `ws[COUNT]` is their number, past CANDIDATES if they did not fit; a barrier must follow.
+    The next loads are under way while the last are looked at. `ws[COUNT]` is the number of candidates, past
+    CANDIDATES if they did not fit; a barrier must follow.
     """
+    low = _lower_bound(row, full, width, first, step, pool, ws)
+    if low == 0:
+        return low
+    bound = bits_float(low & np.uint32(0x7FFFFFFF) if low >= np.uint32(0x80000000) else ~low)
     vecs = full >> 2
     v = first
     a = b = c = d = (np.float32(0), np.float32(0), np.float32(0), np.float32(0))
@@ -143,10 +176,6 @@ def _collect(row, full, width, first, step, pool, ws):
     if whole:
         a, b = load4(row, 4 * v), load4(row, 4 * (v + step))
         c, d = load4(row, 4 * (v + 2 * step)), load4(row, 4 * (v + 3 * step))
-    low = _lower_bound(row, full, width, pool, ws)
-    if low == 0:
-        return low
-    bound = bits_float(low & np.uint32(0x7FFFFFFF) if low >= np.uint32(0x80000000) else ~low)
     while whole:
         now = v
         v += 4 * step
@@ -175,7 +204,7 @@ def _keep_all(row, full, pool, ws):
         pool[block] = key_of(row[block])
         pool[CANDIDATES + block] = block
     if cuda.threadIdx.x == 0:
-        ws[COUNT] = full
+        ws[COUNT], ws[TOP] = full, 0xFFFFFFFF
 
 
 @cuda.jit(device=True)
@@ -214,35 +243,34 @@ def _rank_few(count, start, bits, key_of_tail, tail, need, pool, hist, ws):
 
 @cuda.jit(device=True)
 def _threshold(count, low, tail, key_of_tail, width, pool, hist, ws):
-    """(threshold, cells above it) over `count` candidates with keys from `low` on, and the tail block."""
+    """(threshold, cells above it) over `count` candidates with keys from `low` on, and the tail block.
+
+    The bins of the first step reach from `low` to `ws[TOP]`, and the last one on to the largest key.
+    """
     thread = cuda.threadIdx.x
-    largest = low
-    for i in range(thread, count, THREADS):
-        largest = max(largest, pool[i])
-    largest = block_max(largest, ws)
+    last = (1 << HIST_BITS) - 1
     above = np.int32(0)
-    if tail > 0 and key_of_tail > largest:
-        above, tail = np.int32(tail), np.int32(0)  # raised over all others, as it nearly always is
     start = low
-    bits = 32 - np.int32(cuda.clz(largest - low))
+    bits = 32  # the range looked at is start <= key < start + 2^bits
+    shift = max(32 - np.int32(cuda.clz(np.uint32(max(ws[TOP], low) - low))) - HIST_BITS, 0)
     while True:
-        shift = max(bits - HIST_BITS, 0)
-        for i in range(thread, HIST, THREADS):
-            hist[i] = 0
+        hist[thread] = 0
         if thread == 0:
             ws[GATHERED] = 0
         cuda.syncthreads()
         for i in range(thread, count, THREADS):
             if in_range(pool[i], start, bits):
-                cuda.atomic.add(hist, pad((pool[i] - start) >> np.uint32(shift), np.uint32(HIST_EACH)), np.uint32(1))
+                cuda.atomic.add(hist, min((pool[i] - start) >> np.uint32(shift), np.uint64(last)), np.uint32(1))
         tail_bin = np.int32(-1)
         if tail > 0 and in_range(key_of_tail, start, bits):
-            tail_bin = np.int32((key_of_tail - start) >> np.uint32(shift))
+            tail_bin = np.int32(min((key_of_tail - start) >> np.uint32(shift), np.uint64(last)))
         cuda.syncthreads()
-        b, higher, held = find_bin(hist, HIST_EACH, width - above, tail_bin, tail, ws)
+        b, higher, held = find_bin(hist, 1, width - above, tail_bin, tail, ws)
         above = np.int32(above + higher)
-        start = start + (np.uint32(b) << np.uint32(shift))
-        bits = shift
+        start = np.uint32(start + (np.uint32(b) << np.uint32(shift)))
+        if bits < 32 or b < last:
+            bits = shift
+        shift = max(bits - HIST_BITS, 0)
         if bits == 0 or held <= BLOCK * FEW:
             break
     if bits == 0:
@@ -252,87 +280,81 @@ def _threshold(count, low, tail, key_of_tail, width, pool, hist, ws):
 
 
 @cuda.jit(device=True)
-def _mark(count, threshold, full, pool):
-    """Turn the candidates in `pool` into two bitmaps of blocks: above the threshold, and BITMAP further on at it."""
-    thread = cuda.threadIdx.x
-    mine = cuda.local.array(EACH, np.uint32)
-    for j in range(EACH):
-        i = thread + j * THREADS
-        mine[j] = np.uint32(NOTHING)
-        if i < count and pool[i] >= threshold:
-            mine[j] = pool[CANDIDATES + i] | (np.uint32(TIE) if pool[i] == threshold else np.uint32(0))
-    cuda.syncthreads()
-    for w in range(thread, (full + 31) >> 5, THREADS):
-        pool[pad(w, WORDS)] = 0
-        pool[BITMAP + pad(w, WORDS)] = 0
-    cuda.syncthreads()
-    for j in range(EACH):
-        if mine[j] != np.uint32(NOTHING):
-            block = mine[j] & np.uint32(0x7FFFFFFF)
-            word = pad(block >> np.uint32(5), np.uint32(WORDS))
-            if mine[j] != block:
-                word += np.uint32(BITMAP)
-            cuda.atomic.or_(pool, word, np.uint32(1) << (block & np.uint32(31)))
-    cuda.syncthreads()
+def _order(count, threshold, full, fill, pool, hist, ws):
+    """List the selected full blocks, ascending, from pool[CANDIDATES] on; (cells they give, first slot after a cut).
 
-
-@cuda.jit(device=True)
-def _list_blocks(full, fill, pool, hist, ws):
-    """List the selected full blocks in `hist`, ascending; (cells they give, first slot after a cut block).
-
-    Blocks at the threshold count until they hold `fill` cells; the last of them may be cut.
+    Blocks at the threshold count until they hold `fill` cells; the last of them may be cut. A counting sort: as many
+    ranges of blocks as there are threads, then each block is compared with the others of its range. Counts of both
+    sorts of blocks travel in one word: above the threshold, and 65,536 times those at it.
     """
     thread = cuda.threadIdx.x
-    words = (full + 31) >> 5
-    each = (words + THREADS - 1) // THREADS
-    first = min(thread * each, words)
-    last = min(first + each, words)
+    shift = np.uint32(0)
+    while (full - 1) >> shift >= THREADS:
+        shift += np.uint32(1)
+    hist[thread] = 0
     if thread == 0:
         ws[LISTED] = 0x7FFFFFFF
-    found = 0
-    for w in range(first, last):
-        found += cuda.popc(pool[pad(w, WORDS)]) + (cuda.popc(pool[BITMAP + pad(w, WORDS)]) << 16)
-    before = np.int64(sum_below(np.int32(found), ws))
-    above, ties = before & 65535, before >> 16
-    needed = (fill + BLOCK - 1) // BLOCK
-    for w in range(first, last):
-        over = pool[pad(w, WORDS)]
-        left = over | pool[BITMAP + pad(w, WORDS)]
-        while left != 0:
-            bit = np.int32(cuda.ffs(left)) - 1
-            left &= left - np.uint32(1)
-            if (over >> np.uint32(bit)) & np.uint32(1):
-                hist[above + min(ties, needed)] = 32 * w + bit
-                above += 1
-            else:
-                if ties < needed:
-                    hist[above + ties] = 32 * w + bit
-                if ties == needed - 1:
-                    ws[LISTED] = BLOCK * (above + ties) + fill - BLOCK * ties
-                ties += 1
-    if thread == THREADS - 1:
-        ws[GATHERED] = BLOCK * above + min(BLOCK * ties, fill)
     cuda.syncthreads()
-    return np.int32(ws[GATHERED]), np.int32(ws[LISTED])
+    for i in range(thread, count, THREADS):
+        key, mark = pool[i], np.uint32(NOTHING)
+        if key >= threshold:
+            mark = pool[CANDIDATES + i]
+            cuda.atomic.add(hist, mark >> shift, np.uint32(65536 if key == threshold else 1))
+            if key == threshold:
+                mark |= np.uint32(TIE)
+        pool[CANDIDATES + i] = mark
+    cuda.syncthreads()
+    held = np.int32(hist[thread])
+    before = np.int32(sum_below(held, ws))
+    hist[thread] = before
+    hist[THREADS + thread] = (before & 65535) + (before >> 16)
+    if thread == THREADS - 1:
+        ws[GATHERED] = before + held
+    cuda.syncthreads()
+    for i in range(thread, count, THREADS):
+        mark = pool[CANDIDATES + i]
+        if mark != np.uint32(NOTHING):
+            bucket = np.uint32(THREADS) + ((mark & np.uint32(0x7FFFFFFF)) >> shift)
+            pool[cuda.atomic.add(hist, bucket, np.uint32(1))] = mark
+    cuda.syncthreads()
+    total = np.int32(ws[GATHERED])
+    needed = (fill + BLOCK - 1) // BLOCK
+    for e in range(thread, (total & 65535) + (total >> 16), THREADS):
+        mark = pool[e]
+        block = mark & np.uint32(0x7FFFFFFF)
+        packed = np.int32(hist[block >> shift])
+        above, ties = packed & 65535, packed >> 16
+        for i in range(above + ties, np.int32(hist[np.uint32(THREADS) + (block >> shift)])):
+            other = pool[i]
+            if (other & np.uint32(0x7FFFFFFF)) < block:
+                above += other < np.uint32(TIE)
+                ties += other >= np.uint32(TIE)
+        if mark < np.uint32(TIE):
+            pool[CANDIDATES + above + min(ties, needed)] = block
+        elif ties < needed:
+            pool[CANDIDATES + above + ties] = block
+            if ties == needed - 1:
+                ws[LISTED] = BLOCK * above + fill
+    cuda.syncthreads()
+    return BLOCK * (total & 65535) + min(BLOCK * (total >> 16), fill), np.int32(ws[LISTED])
 
 
 @cuda.jit(device=True)
 def _settle(count, low, full, tail, key_of_tail, width, out, pool, hist, ws):
     """Select among the candidates; False, with nothing written, where they do not decide."""
-    if low == 0 and full > CANDIDATES or count > CANDIDATES:
+    if (low == 0 and full > CANDIDATES) or count > CANDIDATES:
         return False
     counted_tail = tail if key_of_tail >= low else 0
     if BLOCK * count + counted_tail < width:
         return False
     threshold, above = _threshold(count, low, counted_tail, key_of_tail, width, pool, hist, ws)
     fill = width - above
-    _mark(count, threshold, full, pool)
-    listed, cut = _list_blocks(full, fill, pool, hist, ws)
+    listed, cut = _order(count, threshold, full, fill, pool, hist, ws)
     skipped = -fill & (BLOCK - 1)  # cells that a cut block does not give
     for slot in range(cuda.threadIdx.x, width, THREADS):
         if slot < listed:
             place = slot + skipped if slot >= cut else slot
-            out[slot] = BLOCK * np.int32(hist[place >> 2]) + (place & 3)
+            out[slot] = BLOCK * np.int32(pool[CANDIDATES + (place >> 2)]) + (place & 3)
         else:
             out[slot] = BLOCK * full + slot - listed
     return True
@@ -381,14 +403,15 @@ def sample(scores, records, active, ids, flags):
 def _publish(low, part, counts, done, pool, ws):
     """Hand this block's candidates to the query's last block; True in that one.
 
-    part: uint32 [2, CANDIDATES] of global memory; counts: int32 [SPLITS] of the query; done: int32 [1] of it.
+    part: uint32 [2 * CANDIDATES] of global memory, laid out as in `pool`; counts: int32 [SPLITS] of the query;
+    done: int32 [1] of it.
     """
     thread = cuda.threadIdx.x
     count = np.int32(ws[COUNT]) if low != 0 else np.int32(CANDIDATES + 1)
     if count <= CANDIDATES:
         for i in range(thread, count, THREADS):
-            part[0, i] = pool[i]
-            part[1, i] = pool[CANDIDATES + i]
+            part[i] = pool[i]
+            part[CANDIDATES + i] = pool[CANDIDATES + i]
     if thread == 0:
         counts[cuda.blockIdx.x] = count
     cuda.threadfence()
@@ -403,23 +426,28 @@ def _publish(low, part, counts, done, pool, ws):
 
 
 @cuda.jit(device=True)
-def _fetch(parts, counts, pool):
+def _fetch(parts, counts, pool, ws):
     """Bring all blocks' candidates into `pool`; returns their number, past CANDIDATES if they do not fit.
 
-    parts: uint32 [SPLITS, 2, CANDIDATES]; a warp copies every WARPS-th block's.
+    parts: uint32 [SPLITS, 2 * CANDIDATES]; a warp copies every WARPS-th block's.
     """
-    lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+    thread = cuda.threadIdx.x
+    if thread < SPLITS:
+        ws[thread] = load_fresh(counts, thread)
+    cuda.syncthreads()
     total = 0
     for s in range(SPLITS):
-        total += load_shared_by_all(counts, s)
+        total += np.int32(ws[s])
     if total <= CANDIDATES:
         place = 0
         for s in range(SPLITS):
-            count = load_shared_by_all(counts, s)
-            if s % WARPS == warp:
-                for i in range(lane, count, 32):
-                    pool[place + i] = load_shared_by_all(parts, (s, 0, i))
-                    pool[CANDIDATES + place + i] = load_shared_by_all(parts, (s, 1, i))
+            count = np.int32(ws[s])
+            if s % WARPS == thread >> 5:
+                part = parts[s]
+                for i in range(thread & 31, count, 32):
+                    key, block = load_fresh(part, i), load_fresh(part, CANDIDATES + i)
+                    pool[place + i] = key
+                    pool[CANDIDATES + place + i] = block
             place += count
     cuda.syncthreads()
     return np.int32(min(total, CANDIDATES + 1))
@@ -431,7 +459,7 @@ def window(scores, records, active, ids, flags, parts, counts, done):
 
     Args:
         scores, records, active, ids, flags: as for `sample`.
-        parts: uint32 [queries, SPLITS, 2, CANDIDATES], counts: int32 [queries, SPLITS]: scratch.
+        parts: uint32 [queries, SPLITS, 2 * CANDIDATES], counts: int32 [queries, SPLITS]: scratch.
         done: int32 [queries, 1], all 0 before the first launch; every launch leaves it so.
     """
     pool = cuda.shared.array(POOL, np.uint32)
@@ -462,7 +490,7 @@ def window(scores, records, active, ids, flags, parts, counts, done):
     cuda.syncthreads()
     if not _publish(low, parts[query, cuda.blockIdx.x], counts[query], done[query], pool, ws):
         return
-    count = _fetch(parts[query], counts[query], pool)
+    count = _fetch(parts[query], counts[query], pool, ws)
     if not _settle(count, low, full, tail, key_of_tail, width, out, pool, hist, ws):
         if thread == 0:
             flags[query] = 1

@@ -13,31 +13,31 @@ from .ptx import SIMULATED, THREADS, float_bits, sum_above
 from .reference import BLOCK, CELLS, TAIL_BONUS, WIDTH
 
 CANDIDATES = 256 if SIMULATED else 4096  # blocks that shared memory can hold
-WORDS = 8  # bitmap words a thread
-MAX_BLOCKS = THREADS * WORDS * 32  # blocks that the bitmaps can name: 131,072
+MAX_BLOCKS = 1 << 18  # of a row that is sampled; past it the bound would be too loose
+MAX_WIDTH = 2 * CANDIDATES  # cells that are chosen among candidates: half of them
 
-HIST_BITS = 7 if SIMULATED else 11  # key bits a step, over candidates
-HIST_EACH = (1 << HIST_BITS) // THREADS  # bins a thread
-HIST = (HIST_EACH + 1) * THREADS
-WIDE_BITS = 8 if SIMULATED else 13  # key bits a step, over all scores
-WIDE_EACH = (1 << WIDE_BITS) // THREADS
-BITMAP = (WORDS + 1) * THREADS
-POOL = max(2 * CANDIDATES, 2 * BITMAP, (WIDE_EACH + 1) * THREADS)
-MAX_WIDTH = BLOCK * (HIST - 2)  # cells; the selected blocks are listed in `hist`
+HIST_BITS = THREADS.bit_length() - 1  # key bits a step over the candidates: a bin a thread
+HIST = 2 * THREADS
+WIDE_BITS = 8 if SIMULATED else 13  # key bits a step over all scores
+WIDE_EACH = (1 << WIDE_BITS) // THREADS  # bins a thread
+POOL = max(2 * CANDIDATES, (WIDE_EACH + 1) * THREADS)
 
-RESULT, LISTED, COUNT, GATHERED, LAST = 32, 36, 37, 38, 39  # places in `ws` after the warps' sums
-WORKSPACE = 40
+RESULT, LISTED, COUNT, GATHERED, LAST, TOP = 32, 36, 37, 38, 39, 40  # places in `ws` after the warps' sums
+WORKSPACE = 41
 
 
 @cuda.jit(device=True)
 def key_of(x):
-    """The order-preserving uint32 key of a float32: -0 equals +0, NaN is the lowest. Twin: `reference.keys_of`."""
+    """The order-preserving uint32 key of a float32: -0 equals +0, NaN is the lowest. Twin: `reference.keys_of`.
+
+    numba widens what comes of two uint32 to 64 bits; results are narrowed by hand.
+    """
     bits = float_bits(x)
     if x != x:
         return np.uint32(0)
     if bits >> np.uint32(31) == np.uint32(0) or x == np.float32(0):
-        return (bits & np.uint32(0x7FFFFFFF)) | np.uint32(0x80000000)
-    return ~bits
+        return np.uint32((bits & np.uint32(0x7FFFFFFF)) | np.uint32(0x80000000))
+    return np.uint32(~bits)
 
 
 @cuda.jit(device=True)
@@ -74,11 +74,11 @@ def in_range(key, start, bits):
 def find_bin(hist, each, need, tail_bin, tail, ws):
     """The highest bin down to which `need` cells are held: (bin, cells above it, cells in it).
 
-    hist: blocks by bin, `each` bins a thread, padded; complete, with a barrier behind it.
+    hist: blocks by bin, `each` bins a thread, padded where that is more than one; complete, behind a barrier.
     tail_bin, tail: the bin of the tail block and its cells; -1 where it is not among the bins.
     All threads get the result; the histogram may be overwritten at once.
     """
-    base = cuda.threadIdx.x * (each + 1)
+    base = cuda.threadIdx.x * (each + 1 if each > 1 else 1)
     first = cuda.threadIdx.x * each
     total = 0
     for j in range(each):

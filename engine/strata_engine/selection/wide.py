@@ -82,14 +82,14 @@ def _threshold(row, full, tail, key_of_tail, width, pool, ws):
             tail_bin = np.int32((key_of_tail - start) >> np.uint32(shift))
         b, higher, _ = find_bin(pool, WIDE_EACH, width - above, tail_bin, tail, ws)
         above = np.int32(above + higher)
-        start = start + (np.uint32(b) << np.uint32(shift))
+        start = np.uint32(start + (np.uint32(b) << np.uint32(shift)))
         bits = shift
     return start, above
 
 
 @cuda.jit(device=True)
 def _classify(x, threshold):
-    """1 for a block above the threshold, 65,536 for one at it, else 0: sums of a few hundred keep both counts."""
+    """1 for a block above the threshold, 65,536 for one at it, else 0: their sums hold both counts."""
     key = key_of(x)
     if key > threshold:
         return np.int32(1)
@@ -97,9 +97,19 @@ def _classify(x, threshold):
 
 
 @cuda.jit(device=True)
-def _classify4(x, threshold):
+def _classify4(x, v, vecs, threshold):
+    """The sum over the four blocks of load v; 0 past the end."""
+    if v >= vecs:
+        return np.int32(0)
     first, second = _classify(x[0], threshold) + _classify(x[1], threshold), _classify(x[2], threshold)
     return np.int32(first + second + _classify(x[3], threshold))
+
+
+@cuda.jit(device=True)
+def _load(row, v, vecs):
+    if v < vecs:
+        return load4(row, 4 * v)
+    return np.float32(0), np.float32(0), np.float32(0), np.float32(0)
 
 
 @cuda.jit(device=True)
@@ -120,48 +130,61 @@ def _put(out, block, x, threshold, fill, above, ties):
 
 
 @cuda.jit(device=True)
-def _emit(row, full, tail, threshold, fill, width, out, ws):
-    """Write the ids of all blocks above the threshold and of the first `fill` cells at it, in order."""
-    lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-    vecs = full >> 2
-    rounds = (vecs + THREADS - 1) // THREADS  # of 32 loads a warp: its part of the row
-    first = warp * rounds * 32 + lane
+def _put4(out, x, v, vecs, threshold, fill, above, ties):
+    """`_put` for the four blocks of each lane's load; (above, ties) count the warp's blocks before and after."""
+    found = _classify4(x, v, vecs, threshold)
+    if BLOCK * ties >= fill:
+        found &= 65535  # no tie is taken from here on
+    before, total = warp_scan(found)
+    if found != 0:
+        a, t = above + (before & 65535), ties + (before >> 16)
+        a, t = _put(out, 4 * v, x[0], threshold, fill, a, t)
+        a, t = _put(out, 4 * v + 1, x[1], threshold, fill, a, t)
+        a, t = _put(out, 4 * v + 2, x[2], threshold, fill, a, t)
+        _put(out, 4 * v + 3, x[3], threshold, fill, a, t)
+    return above + (total & 65535), ties + (total >> 16)
+
+
+@cuda.jit(device=True)
+def _count_before(row, vecs, first, rounds, threshold, ws):
+    """(blocks above the threshold, blocks at it) in the parts of the warps before this one."""
+    warp = cuda.threadIdx.x >> 5
     if cuda.threadIdx.x < 2 * WARPS:
         ws[cuda.threadIdx.x] = 0
     cuda.syncthreads()
-    above, ties = 0, 0
-    for j in range(rounds):
+    found = 0
+    for j in range(0, rounds, 4):
         v = first + 32 * j
-        if v < vecs:
-            found = _classify4(load4(row, 4 * v), threshold)
-            above += found & 65535
-            ties += found >> 16
-    cuda.atomic.add(ws, warp, np.uint32(above))
-    cuda.atomic.add(ws, WARPS + warp, np.uint32(ties))
+        a, b = _load(row, v, vecs), _load(row, v + 32, vecs)
+        c, d = _load(row, v + 64, vecs), _load(row, v + 96, vecs)
+        found += _classify4(a, v, vecs, threshold) + _classify4(b, v + 32, vecs, threshold)
+        found += _classify4(c, v + 64, vecs, threshold) + _classify4(d, v + 96, vecs, threshold)
+    cuda.atomic.add(ws, warp, np.uint32(found & 65535))
+    cuda.atomic.add(ws, WARPS + warp, np.uint32(found >> 16))
     cuda.syncthreads()
     above, ties = 0, 0
     for w in range(WARPS):
         if w < warp:
             above += np.int32(ws[w])
             ties += np.int32(ws[WARPS + w])
-    for j in range(rounds):
+    return above, ties
+
+
+@cuda.jit(device=True)
+def _emit(row, full, tail, threshold, fill, width, out, ws):
+    """Write the ids of all blocks above the threshold and of the first `fill` cells at it, in order."""
+    vecs = full >> 2
+    rounds = (vecs + 4 * THREADS - 1) // (4 * THREADS) * 4  # of 32 loads a warp: its part of the row
+    first = (cuda.threadIdx.x >> 5) * rounds * 32 + (cuda.threadIdx.x & 31)
+    above, ties = _count_before(row, vecs, first, rounds, threshold, ws)
+    for j in range(0, rounds, 4):
         v = first + 32 * j
-        x = (np.float32(0), np.float32(0), np.float32(0), np.float32(0))
-        found = np.int32(0)
-        if v < vecs:
-            x = load4(row, 4 * v)
-            found = _classify4(x, threshold)
-            if BLOCK * ties >= fill:
-                found &= 65535  # no tie is taken from here on
-        before, total = warp_scan(found)
-        if found != 0:
-            a, t = above + (before & 65535), ties + (before >> 16)
-            a, t = _put(out, 4 * v, x[0], threshold, fill, a, t)
-            a, t = _put(out, 4 * v + 1, x[1], threshold, fill, a, t)
-            a, t = _put(out, 4 * v + 2, x[2], threshold, fill, a, t)
-            _put(out, 4 * v + 3, x[3], threshold, fill, a, t)
-        above += total & 65535
-        ties += total >> 16
+        a, b = _load(row, v, vecs), _load(row, v + 32, vecs)
+        c, d = _load(row, v + 64, vecs), _load(row, v + 96, vecs)
+        above, ties = _put4(out, a, v, vecs, threshold, fill, above, ties)
+        above, ties = _put4(out, b, v + 32, vecs, threshold, fill, above, ties)
+        above, ties = _put4(out, c, v + 64, vecs, threshold, fill, above, ties)
+        above, ties = _put4(out, d, v + 96, vecs, threshold, fill, above, ties)
     if cuda.threadIdx.x == THREADS - 32:  # the last warp has counted every full block but the odd ones at the end
         for block in range(4 * vecs, full):
             above, ties = _put(out, block, row[block], threshold, fill, above, ties)
