@@ -1,6 +1,6 @@
 """Time block top-k on the GPU: graph replays, L2 flushed before each, medians.
 
-    python scripts/bench_topk.py [--out FOLDER] [--reps 30] [--kinds normal,cluster,equal] [--queries 256,8,1]
+    python scripts/bench_topk.py [--out FOLDER] [--reps 30] [--kinds normal,cluster,equal] [--queries 256,8,1] [--alone]
 
 Prints a table and writes topk.json and topk.png to FOLDER. The floor is one read of the scores at the bandwidth that
 the same run measures. torch.topk and FlashInfer's top_k stand beside it where they can be imported; both return
@@ -188,6 +188,7 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=30)
     parser.add_argument("--kinds", default="normal,cluster,equal")
     parser.add_argument("--queries", default="256,8,1")
+    parser.add_argument("--alone", action="store_true", help="leave torch and FlashInfer out")
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
     args = parser.parse_args()
     bench = Bench(args.reps)
@@ -201,7 +202,7 @@ def main() -> None:
     for kind in args.kinds.split(","):
         for queries in map(int, args.queries.split(",")):
             for cells in map(int, args.contexts.split(",")):
-                cases.append(time_case(bench, kind, queries, cells, kind == "normal"))
+                cases.append(time_case(bench, kind, queries, cells, kind == "normal" and not args.alone))
                 print(row_text(cases[-1], bandwidth), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     result = {"read_tb_s": bandwidth, "empty_graph_us": empty_us, "cases": cases}

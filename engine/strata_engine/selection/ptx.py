@@ -82,6 +82,10 @@ if SIMULATED:
         return sum(warp[: cuda.threadIdx.x % 32]), sum(warp)
 
     @cuda.jit(device=True)
+    def reserve(counters, index, count):
+        return cuda.atomic.add(counters, index, np.uint32(count))
+
+    @cuda.jit(device=True)
     def warp_kth_largest(value, k):
         first = cuda.threadIdx.x // 32 * 32
         return np.uint32(sorted(_gather(value)[first : first + 32])[-k])
@@ -227,6 +231,15 @@ else:
                 total = np.int32(total + other)
             step *= 2
         return np.int32(total - value), cuda.shfl_sync(ALL_LANES, total, 31)
+
+    @cuda.jit(device=True)
+    def reserve(counters, index, count):
+        """Add every lane's `count` to a counter of shared memory at once; where this lane's places begin."""
+        before, total = warp_scan(count)
+        start = np.int32(0)
+        if cuda.laneid == 0 and total > 0:
+            start = np.int32(cuda.atomic.add(counters, index, np.uint32(total)))
+        return before + cuda.shfl_sync(ALL_LANES, start, 0)
 
     @cuda.jit(device=True)
     def warp_kth_largest(value, k):

@@ -22,6 +22,7 @@ from .ptx import (
     load4,
     load_fresh,
     prefetch,
+    reserve,
     sum_below,
     warp_kth_largest,
 )
@@ -49,8 +50,10 @@ from .steps import (
 )
 from .wide import select_wide
 
-STRIDE = 8 if SIMULATED else 32  # one score of so many is in the sample
-RUN = 4  # loads of 4 scores side by side in the sample: 64 bytes, as memory likes to be read
+LOG_STRIDE = 3 if SIMULATED else 5  # one score of 32 is in the sample
+LOG_RUN = 2  # 4 loads of 4 scores stand side by side in the sample: 64 bytes, as memory likes to be read
+RUN = 1 << LOG_RUN
+LOG_WARPS = WARPS.bit_length() - 1
 SPARE = 4 if SIMULATED else 16  # samples over the expected number, so that too few passing is rare
 SPLITS = 4 if SIMULATED else 16  # blocks of threads a query of a window
 FEW = 32  # blocks that are ranked by comparing each with each
@@ -58,14 +61,22 @@ NOTHING, TIE = 0xFFFFFFFF, 0x80000000  # marks in place of a block number, and o
 
 
 @cuda.jit(device=True)
-def _list_samples(x, bound, pool, ws):
-    """Append the keys of four samples that reach `bound` to the list in `pool`."""
+def _count_from(x, bound):
+    """How many of four scores have a key that reaches `bound`."""
+    first, second = (key_of(x[0]) >= bound) + (key_of(x[1]) >= bound), (key_of(x[2]) >= bound)
+    return first + second + (key_of(x[3]) >= bound)
+
+
+@cuda.jit(device=True)
+def _list_samples(x, bound, place, pool):
+    """Write the keys of four samples that reach `bound` to the list in `pool`; the place after them."""
     for j in range(4):
         key = key_of(x[j])
         if key >= bound:
-            place = cuda.atomic.add(ws, LISTED, np.uint32(1))
             if place < THREADS:
                 pool[place] = key
+            place += 1
+    return place
 
 
 @cuda.jit(device=True)
@@ -74,7 +85,7 @@ def _largest_key(x):
 
 
 @cuda.jit(device=True)
-def _rank_samples(wanted, stride, pool, ws):
+def _rank_samples(wanted, log, pool, ws):
     """Rank the listed samples: `ws[RESULT]` gets the key of the `wanted`-th largest, `ws[TOP]` that of an eighth of it.
 
     `ws[RESULT]` stays 0 where so many samples equal that key that the blocks over it will not fit.
@@ -87,7 +98,7 @@ def _rank_samples(wanted, stride, pool, ws):
         for i in range(listed):
             above += pool[i] > mine
             same += pool[i] == mine
-        if above < wanted <= above + same and (above + same) * stride <= CANDIDATES:
+        if above < wanted <= above + same and above + same << log <= CANDIDATES:
             ws[RESULT] = mine
         if above < wanted // 8 <= above + same:
             ws[TOP] = mine
@@ -95,47 +106,49 @@ def _rank_samples(wanted, stride, pool, ws):
 
 @cuda.jit(device=True)
 def _lower_bound(row, full, width, first, step, pool, ws):
-    """A key that about 2 * width + SPARE * stride blocks reach, from a sample; 0 if the sample cannot tell.
+    """A key that about twice the blocks needed and SPARE * 32 reach, from a sample; 0 if it cannot tell.
 
-    The sample is RUN loads side by side of every RUN * stride. The r-th largest lane maximum of a warp, r * warps >=
-    wanted, is reached by r samples there, so the lowest of all warps' by `wanted` in all; those few are ranked.
-    While that goes on, the block's first loads (first, first + step, ...) are on their way to L2.
+    The sample is RUN loads side by side of every 32 * RUN (more in rows past 131,072 blocks). The r-th largest lane
+    maximum of a warp, r * warps >= wanted, is reached by r samples there, so the lowest of all warps' is reached by
+    `wanted` in all; those few are ranked. Meanwhile the first loads (first, first + step, ...) travel to L2.
     """
     thread = cuda.threadIdx.x
     vecs = full >> 2
-    stride = STRIDE
-    while vecs // (RUN * stride) * RUN > 2 * THREADS:
-        stride *= 2
-    loads = vecs // (RUN * stride) * RUN
-    wanted = 2 * ((width + BLOCK - 1) // BLOCK) // stride + SPARE
+    log = LOG_STRIDE
+    while vecs >> (LOG_RUN + log) << LOG_RUN > 2 * THREADS:
+        log += 1
+    loads = vecs >> (LOG_RUN + log) << LOG_RUN
+    wanted = (2 * ((width + BLOCK - 1) // BLOCK) >> log) + SPARE
     x = y = (np.float32(np.nan), np.float32(np.nan), np.float32(np.nan), np.float32(np.nan))
     if thread < loads:
-        x = load4(row, 4 * (thread // RUN * RUN * stride + thread % RUN))
+        x = load4(row, 4 * ((thread >> LOG_RUN << LOG_RUN + log) + (thread & RUN - 1)))
     if thread + THREADS < loads:
         other = thread + THREADS
-        y = load4(row, 4 * (other // RUN * RUN * stride + other % RUN))
+        y = load4(row, 4 * ((other >> LOG_RUN << LOG_RUN + log) + (other & RUN - 1)))
     line = first - thread + thread * 8 // THREADS * step + thread * 8 % THREADS
     if line < vecs:
         prefetch(row, 4 * line)
     if thread == 0:
         ws[LISTED], ws[COUNT], ws[RESULT], ws[TOP] = 0, 0, 0, 0
     bound = np.uint32(1)
-    warps = min(loads // 32, WARPS)
-    if 4 * loads > THREADS and wanted <= 32 * warps:
-        kth = warp_kth_largest(max(_largest_key(x), _largest_key(y)), (wanted + warps - 1) // warps)
+    log_warps = LOG_WARPS
+    while log_warps > 0 and 32 << log_warps > loads:
+        log_warps -= 1
+    rounds = (wanted + (1 << log_warps) - 1) >> log_warps
+    if 4 * loads > THREADS and rounds <= 32:
+        kth = warp_kth_largest(max(_largest_key(x), _largest_key(y)), rounds)
         if thread & 31 == 0:
             pool[THREADS + (thread >> 5)] = kth
         cuda.syncthreads()
-        bound = pool[THREADS]
-        for w in range(1, warps):
-            bound = min(bound, pool[THREADS + w])
-        bound = max(bound, np.uint32(1))
+        bound = max(bound, pool[THREADS])
+        for w in range(1, 1 << log_warps):
+            bound = min(bound, max(np.uint32(1), pool[THREADS + w]))
     else:
         cuda.syncthreads()
-    _list_samples(x, bound, pool, ws)
-    _list_samples(y, bound, pool, ws)
+    place = reserve(ws, LISTED, _count_from(x, bound) + _count_from(y, bound))
+    _list_samples(y, bound, _list_samples(x, bound, place, pool), pool)
     cuda.syncthreads()
-    _rank_samples(wanted, stride, pool, ws)
+    _rank_samples(wanted, log, pool, ws)
     cuda.syncthreads()
     return ws[RESULT]
 
@@ -382,7 +395,8 @@ def sample(scores, records, active, ids, flags):
     if width <= 0:
         return
     full, tail = cells >> 2, cells & 3
-    key_of_tail = tail_key(row, full, tail)
+    if tail > 0:
+        prefetch(row, full)
     decided = False
     if full <= MAX_BLOCKS and width <= MAX_WIDTH:
         low = np.uint32(0)
@@ -391,12 +405,13 @@ def sample(scores, records, active, ids, flags):
         else:
             low = _collect(row, full, width, thread, THREADS, pool, ws)
         cuda.syncthreads()
+        key_of_tail = tail_key(row, full, tail)
         decided = _settle(np.int32(ws[COUNT]), low, full, tail, key_of_tail, width, out, pool, hist, ws)
     if not decided:
         if thread == 0:
             flags[query] = 1
         cuda.syncthreads()
-        select_wide(row, full, tail, key_of_tail, width, out, pool, ws)
+        select_wide(row, full, tail, tail_key(row, full, tail), width, out, pool, ws)
 
 
 @cuda.jit(device=True)
@@ -477,13 +492,14 @@ def window(scores, records, active, ids, flags, parts, counts, done):
     if width <= 0:
         return
     full, tail = cells >> 2, cells & 3
-    key_of_tail = tail_key(row, full, tail)
+    if tail > 0:
+        prefetch(row, full)
     low = np.uint32(0)
     if full <= CANDIDATES and width <= MAX_WIDTH:  # too short to share
         if cuda.blockIdx.x == 0:
             _keep_all(row, full, pool, ws)
             cuda.syncthreads()
-            _settle(full, low, full, tail, key_of_tail, width, out, pool, hist, ws)
+            _settle(full, low, full, tail, tail_key(row, full, tail), width, out, pool, hist, ws)
         return
     if full <= MAX_BLOCKS and width <= MAX_WIDTH:
         low = _collect(row, full, width, first, SPLITS * THREADS, pool, ws)
@@ -491,8 +507,8 @@ def window(scores, records, active, ids, flags, parts, counts, done):
     if not _publish(low, parts[query, cuda.blockIdx.x], counts[query], done[query], pool, ws):
         return
     count = _fetch(parts[query], counts[query], pool, ws)
-    if not _settle(count, low, full, tail, key_of_tail, width, out, pool, hist, ws):
+    if not _settle(count, low, full, tail, tail_key(row, full, tail), width, out, pool, hist, ws):
         if thread == 0:
             flags[query] = 1
         cuda.syncthreads()
-        select_wide(row, full, tail, key_of_tail, width, out, pool, ws)
+        select_wide(row, full, tail, tail_key(row, full, tail), width, out, pool, ws)
