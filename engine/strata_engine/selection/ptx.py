@@ -52,6 +52,9 @@ if SIMULATED:
     def prefetch(row, index):
         pass
 
+    def onward(i, step):
+        return np.int32(i + step)
+
     def float_bits(x):
         return np.float32(x).view(np.uint32)
 
@@ -82,8 +85,9 @@ if SIMULATED:
         return sum(warp[: cuda.threadIdx.x % 32]), sum(warp)
 
     @cuda.jit(device=True)
-    def reserve(counters, index, count):
-        return cuda.atomic.add(counters, index, np.uint32(count))
+    def warp_min(value):
+        first = cuda.threadIdx.x // 32 * 32
+        return np.uint32(min(_gather(value)[first : first + 32]))
 
     @cuda.jit(device=True)
     def warp_kth_largest(value, k):
@@ -99,7 +103,7 @@ else:
 
     @intrinsic
     def load4(typingctx, row, index):
-        """Four float32 of a C-contiguous row from a 16-byte aligned address, as a tuple; not kept in L1.
+        """Four float32 of a C-contiguous row from a 16-byte aligned address, as a tuple.
 
         The load is pinned (a side effect to the compiler), so that one written before a barrier is issued before it.
         """
@@ -111,7 +115,7 @@ else:
             result = ir.LiteralStructType([F32] * 4)
             asm = ir.InlineAsm(
                 ir.FunctionType(result, [pointer.type]),
-                "ld.global.nc.L1::no_allocate.v4.f32 {$0, $1, $2, $3}, [$4];",
+                "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];",
                 "=f,=f,=f,=f,l",
                 side_effect=True,
             )
@@ -132,6 +136,19 @@ else:
             return context.get_dummy_value()
 
         return types.void(row, types.int64), codegen
+
+    @intrinsic
+    def onward(typingctx, i, step):
+        """i + step, int32, in a way that no compiler sees through, so that the loop it drives is not unrolled.
+
+        For loops of few rounds: code that runs once costs more to fetch and to issue than a branch does.
+        """
+
+        def codegen(context, builder, sig, args):
+            asm = ir.InlineAsm(ir.FunctionType(U32, [U32, U32]), "add.s32 $0, $1, $2;", "=r,r,r", side_effect=True)
+            return builder.call(asm, args)
+
+        return types.int32(types.int32, types.int32), codegen
 
     @intrinsic
     def load_fresh(typingctx, array, index):
@@ -233,13 +250,9 @@ else:
         return np.int32(total - value), cuda.shfl_sync(ALL_LANES, total, 31)
 
     @cuda.jit(device=True)
-    def reserve(counters, index, count):
-        """Add every lane's `count` to a counter of shared memory at once; where this lane's places begin."""
-        before, total = warp_scan(count)
-        start = np.int32(0)
-        if cuda.laneid == 0 and total > 0:
-            start = np.int32(cuda.atomic.add(counters, index, np.uint32(total)))
-        return before + cuda.shfl_sync(ALL_LANES, start, 0)
+    def warp_min(value):
+        """The smallest uint32 of the warp, in every lane."""
+        return np.uint32(np.uint32(_warp_max(_signed(np.uint32(~value)))) ^ np.uint32(0x7FFFFFFF))
 
     @cuda.jit(device=True)
     def warp_kth_largest(value, k):

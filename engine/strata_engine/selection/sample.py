@@ -1,8 +1,8 @@
 """`sample` and `window`: block top-k with one read of the scores.
 
-A sample of the scores gives a lower bound that about three times as many blocks pass as are needed. One pass keeps
-those in shared memory; the threshold, the ties and the order are then settled among them. The bound is a guess: too
-few or too many blocks may pass. Such a query is flagged and selected by `wide` in the same launch.
+A sample of the scores gives a lower bound that about three times as many blocks reach as are needed. One pass keeps
+those in shared memory; the threshold, the ties and the order are then settled among them (`settle`). The bound is a
+guess: too few or too many blocks may reach it. Such a query is flagged and selected by `wide` in the same launch.
 
 `sample` gives a query to one block of threads; `window`, for few queries, spreads one over SPLITS of them, and the
 last to finish settles. Twin of both: `reference.select_rows`.
@@ -21,83 +21,105 @@ from .ptx import (
     kernel,
     load4,
     load_fresh,
+    onward,
     prefetch,
-    reserve,
-    sum_below,
     warp_kth_largest,
+    warp_min,
 )
 from .reference import BLOCK
+from .settle import HIST, settle
 from .steps import (
     CANDIDATES,
     COUNT,
-    GATHERED,
-    HIST,
-    HIST_BITS,
     LAST,
     LISTED,
-    MAX_BLOCKS,
-    MAX_WIDTH,
+    ONE,
     POOL,
     RESULT,
+    STEP,
     TOP,
     WORKSPACE,
-    find_bin,
-    in_range,
     key_of,
     read_record,
     tail_key,
+    u,
     write_all_cells,
 )
 from .wide import select_wide
 
+MAX_BLOCKS = 1 << 18  # of a row that is sampled; past it the bound would be too loose
 LOG_STRIDE = 3 if SIMULATED else 5  # one score of 32 is in the sample
 LOG_RUN = 2  # 4 loads of 4 scores stand side by side in the sample: 64 bytes, as memory likes to be read
-RUN = 1 << LOG_RUN
 LOG_WARPS = WARPS.bit_length() - 1
+SAMPLE_LOADS = 4  # at most, a thread
 SPARE = 4 if SIMULATED else 16  # samples over the expected number, so that too few passing is rare
 SPLITS = 4 if SIMULATED else 16  # blocks of threads a query of a window
-FEW = 32  # blocks that are ranked by comparing each with each
-NOTHING, TIE = 0xFFFFFFFF, 0x80000000  # marks in place of a block number, and on top of one
 
 
 @cuda.jit(device=True)
-def _count_from(x, bound):
-    """How many of four scores have a key that reaches `bound`."""
-    first, second = (key_of(x[0]) >= bound) + (key_of(x[1]) >= bound), (key_of(x[2]) >= bound)
-    return first + second + (key_of(x[3]) >= bound)
+def _load(row, load, loads):
+    """Load number `load` of a row, four scores; NaN, which reaches no bound, past the end."""
+    if load < loads:
+        return load4(row, u(BLOCK * load))
+    return np.float32(np.nan), np.float32(np.nan), np.float32(np.nan), np.float32(np.nan)
 
 
 @cuda.jit(device=True)
-def _list_samples(x, bound, place, pool):
-    """Write the keys of four samples that reach `bound` to the list in `pool`; the place after them."""
+def _hits(x, bound):
+    """Bit j is set where x[j] reaches the bound."""
+    low = np.int32(x[0] >= bound) | np.int32(x[1] >= bound) << 1
+    return u(low | np.int32(x[2] >= bound) << 2 | np.int32(x[3] >= bound) << 3)
+
+
+@cuda.jit(device=True)
+def _largest(x):
+    """The largest of four scores that is not NaN, or -inf."""
+    top = np.float32(-np.inf)
     for j in range(4):
-        key = key_of(x[j])
-        if key >= bound:
-            if place < THREADS:
-                pool[place] = key
-            place += 1
-    return place
+        if x[j] > top:
+            top = x[j]
+    return top
 
 
 @cuda.jit(device=True)
-def _largest_key(x):
-    return max(max(key_of(x[0]), key_of(x[1])), max(key_of(x[2]), key_of(x[3])))
+def _score_of(key):
+    """The score that has a key."""
+    return bits_float(key ^ u(0x80000000) if key >= u(0x80000000) else ~key)
+
+
+@cuda.jit(device=True)
+def _sampled(number, log):
+    """Which load of the row is number `number` of the sample: runs of 4, one of every 2^log."""
+    return np.int32((number >> LOG_RUN << LOG_RUN + log) + (number & 3))
+
+
+@cuda.jit(device=True)
+def _list_samples(row, log, loads, bound, a, b, c, d, pool, ws):
+    """List the keys of the samples that reach `bound` in `pool`, as long as it has room for one a thread."""
+    hits = u(_hits(a, bound) | _hits(b, bound) << u(4) | _hits(c, bound) << u(8) | _hits(d, bound) << u(12))
+    while hits != 0:
+        bit = np.int32(cuda.ffs(hits) - 1)
+        hits = u(hits & (hits - u(1)))
+        load = _sampled(cuda.threadIdx.x + (bit >> 2) * THREADS, log)
+        place = cuda.atomic.add(ws, LISTED, u(1))
+        if place < THREADS:
+            pool[place] = key_of(row[u(BLOCK * load + (bit & 3))])
 
 
 @cuda.jit(device=True)
 def _rank_samples(wanted, log, pool, ws):
-    """Rank the listed samples: `ws[RESULT]` gets the key of the `wanted`-th largest, `ws[TOP]` that of an eighth of it.
+    """`ws[RESULT]` gets the key of the `wanted`-th largest listed sample, `ws[TOP]` that of an eighth of it.
 
-    `ws[RESULT]` stays 0 where so many samples equal that key that the blocks over it will not fit.
+    `ws[RESULT]` stays 0 where so many samples reach that key that the blocks that do will not fit.
     """
     thread = cuda.threadIdx.x
     listed = np.int32(ws[LISTED])
     if thread < listed <= THREADS:
-        mine = pool[thread]
-        above, same = 0, 0
+        mine = pool[u(thread)]
+        above, same = np.int32(0), np.int32(0)
         for i in range(listed):
-            above += pool[i] > mine
-            same += pool[i] == mine
+            above = np.int32(above + np.int32(pool[u(i)] > mine))
+            same = np.int32(same + np.int32(pool[u(i)] == mine))
         if above < wanted <= above + same and above + same << log <= CANDIDATES:
             ws[RESULT] = mine
         if above < wanted // 8 <= above + same:
@@ -105,48 +127,45 @@ def _rank_samples(wanted, log, pool, ws):
 
 
 @cuda.jit(device=True)
-def _lower_bound(row, full, width, first, step, pool, ws):
+def _lower_bound(row, loads, width, first, step, pool, ws):
     """A key that about twice the blocks needed and SPARE * 32 reach, from a sample; 0 if it cannot tell.
 
-    The sample is RUN loads side by side of every 32 * RUN (more in rows past 131,072 blocks). The r-th largest lane
-    maximum of a warp, r * warps >= wanted, is reached by r samples there, so the lowest of all warps' is reached by
-    `wanted` in all; those few are ranked. Meanwhile the first loads (first, first + step, ...) travel to L2.
+    One of 32 runs of loads is sampled (fewer in rows past 131,072 blocks). The r-th largest lane maximum of a warp,
+    r * warps >= wanted, is reached by r samples there, so the lowest of all warps' is reached by `wanted` in all;
+    those few are ranked. Meanwhile the first loads (first, first + step, ...) travel to L2.
     """
     thread = cuda.threadIdx.x
-    vecs = full >> 2
-    log = LOG_STRIDE
-    while vecs >> (LOG_RUN + log) << LOG_RUN > 2 * THREADS:
-        log += 1
-    loads = vecs >> (LOG_RUN + log) << LOG_RUN
-    wanted = (2 * ((width + BLOCK - 1) // BLOCK) >> log) + SPARE
-    x = y = (np.float32(np.nan), np.float32(np.nan), np.float32(np.nan), np.float32(np.nan))
-    if thread < loads:
-        x = load4(row, 4 * ((thread >> LOG_RUN << LOG_RUN + log) + (thread & RUN - 1)))
-    if thread + THREADS < loads:
-        other = thread + THREADS
-        y = load4(row, 4 * ((other >> LOG_RUN << LOG_RUN + log) + (other & RUN - 1)))
-    line = first - thread + thread * 8 // THREADS * step + thread * 8 % THREADS
-    if line < vecs:
-        prefetch(row, 4 * line)
+    log = np.int32(LOG_STRIDE)
+    while loads >> (LOG_RUN + log) << LOG_RUN > SAMPLE_LOADS * THREADS:
+        log = np.int32(log + 1)
+    samples = np.int32(loads >> (LOG_RUN + log) << LOG_RUN)
+    wanted = np.int32((2 * ((width + BLOCK - 1) // BLOCK) >> log) + SPARE)
+    end = _sampled(samples, log)  # the first load past the last run that is sampled
+    a = _load(row, _sampled(thread, log), end)
+    b = _load(row, _sampled(thread + THREADS, log), end)
+    c = _load(row, _sampled(thread + 2 * THREADS, log), end)
+    d = _load(row, _sampled(thread + 3 * THREADS, log), end)
+    line = np.int32(first - thread + thread * 8 // THREADS * step + thread * 8 % THREADS)
+    if line < loads:
+        prefetch(row, u(BLOCK * line))
     if thread == 0:
         ws[LISTED], ws[COUNT], ws[RESULT], ws[TOP] = 0, 0, 0, 0
-    bound = np.uint32(1)
-    log_warps = LOG_WARPS
-    while log_warps > 0 and 32 << log_warps > loads:
-        log_warps -= 1
-    rounds = (wanted + (1 << log_warps) - 1) >> log_warps
-    if 4 * loads > THREADS and rounds <= 32:
-        kth = warp_kth_largest(max(_largest_key(x), _largest_key(y)), rounds)
+    log_warps = np.int32(LOG_WARPS)
+    while log_warps > 0 and 32 << log_warps > samples:
+        log_warps = np.int32(log_warps - 1)
+    rounds = np.int32((wanted + (1 << log_warps) - 1) >> log_warps)
+    bound = np.float32(-np.inf)
+    few = BLOCK * samples <= THREADS or rounds > 32  # all can be listed
+    if not few:
+        kth = warp_kth_largest(key_of(max(max(_largest(a), _largest(b)), max(_largest(c), _largest(d)))), rounds)
         if thread & 31 == 0:
-            pool[THREADS + (thread >> 5)] = kth
+            pool[u(thread >> 5)] = kth
+    cuda.syncthreads()
+    if not few:
+        lane = thread & 31
+        bound = _score_of(warp_min(pool[u(lane)] if lane < 1 << log_warps else u(0xFFFFFFFF)))
         cuda.syncthreads()
-        bound = max(bound, pool[THREADS])
-        for w in range(1, 1 << log_warps):
-            bound = min(bound, max(np.uint32(1), pool[THREADS + w]))
-    else:
-        cuda.syncthreads()
-    place = reserve(ws, LISTED, _count_from(x, bound) + _count_from(y, bound))
-    _list_samples(y, bound, _list_samples(x, bound, place, pool), pool)
+    _list_samples(row, log, loads, bound, a, b, c, d, pool, ws)
     cuda.syncthreads()
     _rank_samples(wanted, log, pool, ws)
     cuda.syncthreads()
@@ -154,223 +173,56 @@ def _lower_bound(row, full, width, first, step, pool, ws):
 
 
 @cuda.jit(device=True)
-def _keep(x, block, bound, pool, ws):
-    """Append a block that reaches the bound to the candidates: its key, and CANDIDATES further on its number."""
-    if x >= bound:
-        place = cuda.atomic.add(ws, COUNT, np.uint32(1))
-        if place < CANDIDATES:
-            pool[place] = key_of(x)
-            pool[CANDIDATES + place] = block
-
-
-@cuda.jit(device=True)
-def _keep4(x, v, bound, pool, ws):
-    _keep(x[0], 4 * v, bound, pool, ws)
-    _keep(x[1], 4 * v + 1, bound, pool, ws)
-    _keep(x[2], 4 * v + 2, bound, pool, ws)
-    _keep(x[3], 4 * v + 3, bound, pool, ws)
+def _keep(row, block, pool, ws):
+    """Append a block to the candidates: its key, and CANDIDATES further on its number."""
+    place = cuda.atomic.add(ws, COUNT, u(1))
+    if place < CANDIDATES:
+        pool[place] = key_of(row[u(block)])
+        pool[place + u(CANDIDATES)] = block
 
 
 @cuda.jit(device=True)
 def _collect(row, full, width, first, step, pool, ws):
     """Keep the candidates among loads first, first + step, ...; returns the bound's key, 0 if there is none.
 
-    The next loads are under way while the last are looked at. `ws[COUNT]` is the number of candidates, past
-    CANDIDATES if they did not fit; a barrier must follow.
+    Eight loads a thread are in flight; what reaches the bound in them is marked in one word and read again from L1.
+    `ws[COUNT]` is the number of candidates, past CANDIDATES if they did not fit; a barrier must follow.
     """
-    low = _lower_bound(row, full, width, first, step, pool, ws)
+    loads = np.int32(full >> 2)
+    low = _lower_bound(row, loads, width, first, step, pool, ws)
     if low == 0:
         return low
-    bound = bits_float(low & np.uint32(0x7FFFFFFF) if low >= np.uint32(0x80000000) else ~low)
-    vecs = full >> 2
-    v = first
-    a = b = c = d = (np.float32(0), np.float32(0), np.float32(0), np.float32(0))
-    whole = v + 3 * step < vecs
-    if whole:
-        a, b = load4(row, 4 * v), load4(row, 4 * (v + step))
-        c, d = load4(row, 4 * (v + 2 * step)), load4(row, 4 * (v + 3 * step))
-    while whole:
-        now = v
-        v += 4 * step
-        whole = v + 3 * step < vecs and ws[COUNT] <= CANDIDATES
-        p, q, r, s = a, b, c, d
-        if whole:
-            a, b = load4(row, 4 * v), load4(row, 4 * (v + step))
-            c, d = load4(row, 4 * (v + 2 * step)), load4(row, 4 * (v + 3 * step))
-        _keep4(p, now, bound, pool, ws)
-        _keep4(q, now + step, bound, pool, ws)
-        _keep4(r, now + 2 * step, bound, pool, ws)
-        _keep4(s, now + 3 * step, bound, pool, ws)
-    while v < vecs and ws[COUNT] <= CANDIDATES:
-        _keep4(load4(row, 4 * v), v, bound, pool, ws)
-        v += step
-    if first < (full & 3):
-        block = 4 * vecs + first
-        _keep(row[block], block, bound, pool, ws)
+    bound = _score_of(low)
+    v = np.int32(first)
+    while v < loads and ws[COUNT] <= CANDIDATES:
+        a, b = _load(row, v, loads), _load(row, v + step, loads)
+        c, d = _load(row, v + 2 * step, loads), _load(row, v + 3 * step, loads)
+        e, f = _load(row, v + 4 * step, loads), _load(row, v + 5 * step, loads)
+        g, h = _load(row, v + 6 * step, loads), _load(row, v + 7 * step, loads)
+        hits = _hits(a, bound) | _hits(b, bound) << u(4) | _hits(c, bound) << u(8) | _hits(d, bound) << u(12)
+        more = _hits(e, bound) | _hits(f, bound) << u(4) | _hits(g, bound) << u(8) | _hits(h, bound) << u(12)
+        hits = u(hits | more << u(16))
+        while hits != 0:
+            bit = np.int32(cuda.ffs(hits) - 1)
+            hits = u(hits & (hits - u(1)))
+            _keep(row, np.int32(BLOCK * (v + (bit >> 2) * step) + (bit & 3)), pool, ws)
+        v = np.int32(v + 8 * step)
+    odd = np.int32(BLOCK * loads + first)
+    if odd < full and row[u(odd)] >= bound:
+        _keep(row, odd, pool, ws)
     return low
 
 
 @cuda.jit(device=True)
 def _keep_all(row, full, pool, ws):
     """Every block of a short row is a candidate; a barrier must follow."""
-    for block in range(cuda.threadIdx.x, full, THREADS):
-        pool[block] = key_of(row[block])
-        pool[CANDIDATES + block] = block
+    block = cuda.threadIdx.x
+    while block < full:
+        pool[u(block)] = key_of(row[u(block)])
+        pool[u(block + CANDIDATES)] = block
+        block = onward(block, STEP)
     if cuda.threadIdx.x == 0:
         ws[COUNT], ws[TOP] = full, 0xFFFFFFFF
-
-
-@cuda.jit(device=True)
-def _rank_few(count, start, bits, key_of_tail, tail, need, pool, hist, ws):
-    """The threshold among at most FEW blocks with keys in the range: (threshold, cells of them above it).
-
-    `ws[GATHERED]` is 0 at the call; `hist` takes the keys and, FEW + 1 further on, the cells.
-    """
-    thread = cuda.threadIdx.x
-    for i in range(thread, count, THREADS):
-        if in_range(pool[i], start, bits):
-            place = cuda.atomic.add(ws, GATHERED, np.uint32(1))
-            hist[place] = pool[i]
-            hist[FEW + 1 + place] = BLOCK
-    if thread == 0 and tail > 0 and in_range(key_of_tail, start, bits):
-        place = cuda.atomic.add(ws, GATHERED, np.uint32(1))
-        hist[place] = key_of_tail
-        hist[FEW + 1 + place] = tail
-    cuda.syncthreads()
-    few = np.int32(ws[GATHERED])
-    if thread < few:
-        mine = hist[thread]
-        above, same = 0, 0
-        for i in range(few):
-            cells = np.int32(hist[FEW + 1 + i])
-            if hist[i] > mine:
-                above += cells
-            elif hist[i] == mine:
-                same += cells
-        if above < need <= above + same:
-            ws[RESULT] = mine
-            ws[RESULT + 1] = above
-    cuda.syncthreads()
-    return ws[RESULT], np.int32(ws[RESULT + 1])
-
-
-@cuda.jit(device=True)
-def _threshold(count, low, tail, key_of_tail, width, pool, hist, ws):
-    """(threshold, cells above it) over `count` candidates with keys from `low` on, and the tail block.
-
-    The bins of the first step reach from `low` to `ws[TOP]`, and the last one on to the largest key.
-    """
-    thread = cuda.threadIdx.x
-    last = (1 << HIST_BITS) - 1
-    above = np.int32(0)
-    start = low
-    bits = 32  # the range looked at is start <= key < start + 2^bits
-    shift = max(32 - np.int32(cuda.clz(np.uint32(max(ws[TOP], low) - low))) - HIST_BITS, 0)
-    while True:
-        hist[thread] = 0
-        if thread == 0:
-            ws[GATHERED] = 0
-        cuda.syncthreads()
-        for i in range(thread, count, THREADS):
-            if in_range(pool[i], start, bits):
-                cuda.atomic.add(hist, min((pool[i] - start) >> np.uint32(shift), np.uint64(last)), np.uint32(1))
-        tail_bin = np.int32(-1)
-        if tail > 0 and in_range(key_of_tail, start, bits):
-            tail_bin = np.int32(min((key_of_tail - start) >> np.uint32(shift), np.uint64(last)))
-        cuda.syncthreads()
-        b, higher, held = find_bin(hist, 1, width - above, tail_bin, tail, ws)
-        above = np.int32(above + higher)
-        start = np.uint32(start + (np.uint32(b) << np.uint32(shift)))
-        if bits < 32 or b < last:
-            bits = shift
-        shift = max(bits - HIST_BITS, 0)
-        if bits == 0 or held <= BLOCK * FEW:
-            break
-    if bits == 0:
-        return start, above
-    threshold, higher = _rank_few(count, start, bits, key_of_tail, tail, width - above, pool, hist, ws)
-    return threshold, np.int32(above + higher)
-
-
-@cuda.jit(device=True)
-def _order(count, threshold, full, fill, pool, hist, ws):
-    """List the selected full blocks, ascending, from pool[CANDIDATES] on; (cells they give, first slot after a cut).
-
-    Blocks at the threshold count until they hold `fill` cells; the last of them may be cut. A counting sort: as many
-    ranges of blocks as there are threads, then each block is compared with the others of its range. Counts of both
-    sorts of blocks travel in one word: above the threshold, and 65,536 times those at it.
-    """
-    thread = cuda.threadIdx.x
-    shift = np.uint32(0)
-    while (full - 1) >> shift >= THREADS:
-        shift += np.uint32(1)
-    hist[thread] = 0
-    if thread == 0:
-        ws[LISTED] = 0x7FFFFFFF
-    cuda.syncthreads()
-    for i in range(thread, count, THREADS):
-        key, mark = pool[i], np.uint32(NOTHING)
-        if key >= threshold:
-            mark = pool[CANDIDATES + i]
-            cuda.atomic.add(hist, mark >> shift, np.uint32(65536 if key == threshold else 1))
-            if key == threshold:
-                mark |= np.uint32(TIE)
-        pool[CANDIDATES + i] = mark
-    cuda.syncthreads()
-    held = np.int32(hist[thread])
-    before = np.int32(sum_below(held, ws))
-    hist[thread] = before
-    hist[THREADS + thread] = (before & 65535) + (before >> 16)
-    if thread == THREADS - 1:
-        ws[GATHERED] = before + held
-    cuda.syncthreads()
-    for i in range(thread, count, THREADS):
-        mark = pool[CANDIDATES + i]
-        if mark != np.uint32(NOTHING):
-            bucket = np.uint32(THREADS) + ((mark & np.uint32(0x7FFFFFFF)) >> shift)
-            pool[cuda.atomic.add(hist, bucket, np.uint32(1))] = mark
-    cuda.syncthreads()
-    total = np.int32(ws[GATHERED])
-    needed = (fill + BLOCK - 1) // BLOCK
-    for e in range(thread, (total & 65535) + (total >> 16), THREADS):
-        mark = pool[e]
-        block = mark & np.uint32(0x7FFFFFFF)
-        packed = np.int32(hist[block >> shift])
-        above, ties = packed & 65535, packed >> 16
-        for i in range(above + ties, np.int32(hist[np.uint32(THREADS) + (block >> shift)])):
-            other = pool[i]
-            if (other & np.uint32(0x7FFFFFFF)) < block:
-                above += other < np.uint32(TIE)
-                ties += other >= np.uint32(TIE)
-        if mark < np.uint32(TIE):
-            pool[CANDIDATES + above + min(ties, needed)] = block
-        elif ties < needed:
-            pool[CANDIDATES + above + ties] = block
-            if ties == needed - 1:
-                ws[LISTED] = BLOCK * above + fill
-    cuda.syncthreads()
-    return BLOCK * (total & 65535) + min(BLOCK * (total >> 16), fill), np.int32(ws[LISTED])
-
-
-@cuda.jit(device=True)
-def _settle(count, low, full, tail, key_of_tail, width, out, pool, hist, ws):
-    """Select among the candidates; False, with nothing written, where they do not decide."""
-    if (low == 0 and full > CANDIDATES) or count > CANDIDATES:
-        return False
-    counted_tail = tail if key_of_tail >= low else 0
-    if BLOCK * count + counted_tail < width:
-        return False
-    threshold, above = _threshold(count, low, counted_tail, key_of_tail, width, pool, hist, ws)
-    fill = width - above
-    listed, cut = _order(count, threshold, full, fill, pool, hist, ws)
-    skipped = -fill & (BLOCK - 1)  # cells that a cut block does not give
-    for slot in range(cuda.threadIdx.x, width, THREADS):
-        if slot < listed:
-            place = slot + skipped if slot >= cut else slot
-            out[slot] = BLOCK * np.int32(pool[CANDIDATES + (place >> 2)]) + (place & 3)
-        else:
-            out[slot] = BLOCK * full + slot - listed
-    return True
 
 
 @kernel
@@ -385,31 +237,27 @@ def sample(scores, records, active, ids, flags):
     hist = cuda.shared.array(HIST, np.uint32)
     ws = cuda.shared.array(WORKSPACE, np.uint32)
     query, thread = cuda.blockIdx.x, cuda.threadIdx.x
-    row, out = scores[query], ids[query]
+    row, out = scores[u(query)], ids[u(query)]
     cells, width = read_record(records, active, scores.shape[1], ids.shape[1], query)
     if thread == 0:
-        flags[query] = 0
+        flags[u(query)] = 0
     if cells <= width:
-        write_all_cells(out, cells, thread, THREADS)
+        write_all_cells(out, cells, thread, STEP)
         return
     if width <= 0:
         return
-    full, tail = cells >> 2, cells & 3
+    full, tail = np.int32(cells >> 2), np.int32(cells & 3)
     if tail > 0:
-        prefetch(row, full)
-    decided = False
-    if full <= MAX_BLOCKS and width <= MAX_WIDTH:
-        low = np.uint32(0)
-        if full <= CANDIDATES:
-            _keep_all(row, full, pool, ws)
-        else:
-            low = _collect(row, full, width, thread, THREADS, pool, ws)
-        cuda.syncthreads()
-        key_of_tail = tail_key(row, full, tail)
-        decided = _settle(np.int32(ws[COUNT]), low, full, tail, key_of_tail, width, out, pool, hist, ws)
-    if not decided:
+        prefetch(row, u(full))
+    low = u(0)
+    if full <= CANDIDATES:
+        _keep_all(row, full, pool, ws)
+    elif full <= MAX_BLOCKS:
+        low = _collect(row, full, width, thread, STEP, pool, ws)
+    cuda.syncthreads()
+    if not settle(np.int32(ws[COUNT]), low, row, full, tail, width, out, pool, hist, ws):
         if thread == 0:
-            flags[query] = 1
+            flags[u(query)] = 1
         cuda.syncthreads()
         select_wide(row, full, tail, tail_key(row, full, tail), width, out, pool, ws)
 
@@ -424,11 +272,13 @@ def _publish(low, part, counts, done, pool, ws):
     thread = cuda.threadIdx.x
     count = np.int32(ws[COUNT]) if low != 0 else np.int32(CANDIDATES + 1)
     if count <= CANDIDATES:
-        for i in range(thread, count, THREADS):
-            part[i] = pool[i]
-            part[CANDIDATES + i] = pool[CANDIDATES + i]
+        i = thread
+        while i < count:
+            part[u(i)] = pool[u(i)]
+            part[u(i + CANDIDATES)] = pool[u(i + CANDIDATES)]
+            i = onward(i, STEP)
     if thread == 0:
-        counts[cuda.blockIdx.x] = count
+        counts[u(cuda.blockIdx.x)] = count
     cuda.threadfence()
     cuda.syncthreads()
     if thread == 0:
@@ -447,23 +297,28 @@ def _fetch(parts, counts, pool, ws):
     parts: uint32 [SPLITS, 2 * CANDIDATES]; a warp copies every WARPS-th block's.
     """
     thread = cuda.threadIdx.x
+    lane, warp = thread & 31, thread >> 5
     if thread < SPLITS:
-        ws[thread] = load_fresh(counts, thread)
+        ws[u(thread)] = load_fresh(counts, u(thread))
     cuda.syncthreads()
-    total = 0
+    total = np.int32(0)
     for s in range(SPLITS):
-        total += np.int32(ws[s])
+        total = np.int32(total + np.int32(ws[u(s)]))
     if total <= CANDIDATES:
-        place = 0
-        for s in range(SPLITS):
-            count = np.int32(ws[s])
-            if s % WARPS == thread >> 5:
-                part = parts[s]
-                for i in range(thread & 31, count, 32):
-                    key, block = load_fresh(part, i), load_fresh(part, CANDIDATES + i)
-                    pool[place + i] = key
-                    pool[CANDIDATES + place + i] = block
-            place += count
+        place = np.int32(0)
+        s = np.int32(0)
+        while s < SPLITS:
+            count = np.int32(ws[u(s)])
+            if s % WARPS == warp:
+                part = parts[u(s)]
+                i = lane
+                while i < count:
+                    key, block = load_fresh(part, u(i)), load_fresh(part, u(i + CANDIDATES))
+                    pool[u(place + i)] = key
+                    pool[u(place + i + CANDIDATES)] = block
+                    i = onward(i, np.int32(32))
+            place = np.int32(place + count)
+            s = onward(s, ONE)
     cuda.syncthreads()
     return np.int32(min(total, CANDIDATES + 1))
 
@@ -480,35 +335,36 @@ def window(scores, records, active, ids, flags, parts, counts, done):
     pool = cuda.shared.array(POOL, np.uint32)
     hist = cuda.shared.array(HIST, np.uint32)
     ws = cuda.shared.array(WORKSPACE, np.uint32)
-    query, thread = cuda.blockIdx.y, cuda.threadIdx.x
-    first = cuda.blockIdx.x * THREADS + thread
-    row, out = scores[query], ids[query]
+    query, split, thread = cuda.blockIdx.y, cuda.blockIdx.x, cuda.threadIdx.x
+    first = np.int32(split * STEP + thread)
+    row, out = scores[u(query)], ids[u(query)]
     cells, width = read_record(records, active, scores.shape[1], ids.shape[1], query)
     if first == 0:
-        flags[query] = 0
+        flags[u(query)] = 0
     if cells <= width:
-        write_all_cells(out, cells, first, SPLITS * THREADS)
+        write_all_cells(out, cells, first, np.int32(SPLITS * THREADS))
         return
     if width <= 0:
         return
-    full, tail = cells >> 2, cells & 3
+    full, tail = np.int32(cells >> 2), np.int32(cells & 3)
     if tail > 0:
-        prefetch(row, full)
-    low = np.uint32(0)
-    if full <= CANDIDATES and width <= MAX_WIDTH:  # too short to share
-        if cuda.blockIdx.x == 0:
-            _keep_all(row, full, pool, ws)
-            cuda.syncthreads()
-            _settle(full, low, full, tail, tail_key(row, full, tail), width, out, pool, hist, ws)
-        return
-    if full <= MAX_BLOCKS and width <= MAX_WIDTH:
-        low = _collect(row, full, width, first, SPLITS * THREADS, pool, ws)
-    cuda.syncthreads()
-    if not _publish(low, parts[query, cuda.blockIdx.x], counts[query], done[query], pool, ws):
-        return
-    count = _fetch(parts[query], counts[query], pool, ws)
-    if not _settle(count, low, full, tail, tail_key(row, full, tail), width, out, pool, hist, ws):
+        prefetch(row, u(full))
+    low = u(0)
+    if full <= CANDIDATES:  # too short to share
+        if split > 0:
+            return
+        _keep_all(row, full, pool, ws)
+        cuda.syncthreads()
+        count = np.int32(full)
+    else:
+        if full <= MAX_BLOCKS:
+            low = _collect(row, full, width, first, np.int32(SPLITS * THREADS), pool, ws)
+        cuda.syncthreads()
+        if not _publish(low, parts[u(query), u(split)], counts[u(query)], done[u(query)], pool, ws):
+            return
+        count = _fetch(parts[u(query)], counts[u(query)], pool, ws)
+    if not settle(count, low, row, full, tail, width, out, pool, hist, ws):
         if thread == 0:
-            flags[query] = 1
+            flags[u(query)] = 1
         cuda.syncthreads()
         select_wide(row, full, tail, tail_key(row, full, tail), width, out, pool, ws)

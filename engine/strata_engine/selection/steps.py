@@ -9,21 +9,20 @@ from __future__ import annotations
 import numpy as np
 from numba import cuda
 
-from .ptx import SIMULATED, THREADS, float_bits, sum_above
+from .ptx import SIMULATED, THREADS, float_bits, onward, sum_above
 from .reference import BLOCK, CELLS, TAIL_BONUS, WIDTH
 
 CANDIDATES = 256 if SIMULATED else 4096  # blocks that shared memory can hold
-MAX_BLOCKS = 1 << 18  # of a row that is sampled; past it the bound would be too loose
-MAX_WIDTH = 2 * CANDIDATES  # cells that are chosen among candidates: half of them
-
-HIST_BITS = THREADS.bit_length() - 1  # key bits a step over the candidates: a bin a thread
-HIST = 2 * THREADS
 WIDE_BITS = 8 if SIMULATED else 13  # key bits a step over all scores
 WIDE_EACH = (1 << WIDE_BITS) // THREADS  # bins a thread
 POOL = max(2 * CANDIDATES, (WIDE_EACH + 1) * THREADS)
 
 RESULT, LISTED, COUNT, GATHERED, LAST, TOP = 32, 36, 37, 38, 39, 40  # places in `ws` after the warps' sums
 WORKSPACE = 41
+
+STEP = np.int32(THREADS)  # of a loop that all threads share
+ONE = np.int32(1)
+u = np.uint32  # an index of this type cannot be negative, which spares a test at each access
 
 
 @cuda.jit(device=True)
@@ -32,12 +31,9 @@ def key_of(x):
 
     numba widens what comes of two uint32 to 64 bits; results are narrowed by hand.
     """
-    bits = float_bits(x)
-    if x != x:
-        return np.uint32(0)
-    if bits >> np.uint32(31) == np.uint32(0) or x == np.float32(0):
-        return np.uint32((bits & np.uint32(0x7FFFFFFF)) | np.uint32(0x80000000))
-    return np.uint32(~bits)
+    bits = float_bits(x + np.float32(0))  # + 0 turns -0 into +0
+    key = u(bits | u(0x80000000)) if bits < u(0x80000000) else u(~bits)
+    return key if x == x else u(0)
 
 
 @cuda.jit(device=True)
@@ -45,7 +41,7 @@ def tail_key(row, full, tail):
     """The key of a query's tail block, its score raised; 0 where it has none."""
     if tail == 0:
         return np.uint32(0)
-    x = row[full]
+    x = row[u(full)]
     # NaN and both infinities fail this test; each becomes the bonus
     raised = x + np.float32(TAIL_BONUS) if abs(x) <= np.float32(3.4028235e38) else np.float32(TAIL_BONUS)
     return key_of(raised)
@@ -53,9 +49,10 @@ def tail_key(row, full, tail):
 
 @cuda.jit(device=True)
 def read_record(records, active, max_blocks, cap, query):
-    """(cells, width) of a query, bounded by what its rows of scores and ids hold."""
-    blocks = min(max_blocks, active[0])
-    return min(records[query, CELLS], BLOCK * blocks), min(records[query, WIDTH], cap)
+    """(cells, width) of a query, int32, bounded by what its rows of scores and ids hold."""
+    record = records[u(query)]
+    cells = min(record[CELLS], BLOCK * min(max_blocks, active[0]))
+    return np.int32(cells), np.int32(min(record[WIDTH], cap))
 
 
 @cuda.jit(device=True)
@@ -78,25 +75,23 @@ def find_bin(hist, each, need, tail_bin, tail, ws):
     tail_bin, tail: the bin of the tail block and its cells; -1 where it is not among the bins.
     All threads get the result; the histogram may be overwritten at once.
     """
-    base = cuda.threadIdx.x * (each + 1 if each > 1 else 1)
-    first = cuda.threadIdx.x * each
-    total = 0
+    first = np.int32(cuda.threadIdx.x * each)
+    base = np.int32(first + cuda.threadIdx.x if each > 1 else first)
+    total = np.int32(0)
     for j in range(each):
-        total += BLOCK * np.int32(hist[base + j])
+        total = np.int32(total + BLOCK * np.int32(hist[u(base + j)]))
     if first <= tail_bin < first + each:
-        total += tail
-    acc = np.int64(sum_above(np.int32(total), ws))
+        total = np.int32(total + tail)
+    acc = np.int32(sum_above(total, ws))
     if acc < need <= acc + total:
         for k in range(each):
-            j = each - 1 - k
-            held = BLOCK * np.int32(hist[base + j])
-            if first + j == tail_bin:
-                held += tail
+            j = np.int32(each - 1 - k)
+            held = np.int32(BLOCK * np.int32(hist[u(base + j)]) + (tail if first + j == tail_bin else 0))
             if acc < need <= acc + held:
                 ws[RESULT] = first + j
                 ws[RESULT + 1] = acc
                 ws[RESULT + 2] = held
-            acc += held
+            acc = np.int32(acc + held)
     cuda.syncthreads()
     return np.int32(ws[RESULT]), np.int32(ws[RESULT + 1]), np.int32(ws[RESULT + 2])
 
@@ -104,5 +99,7 @@ def find_bin(hist, each, need, tail_bin, tail, ws):
 @cuda.jit(device=True)
 def write_all_cells(out, cells, first, step):
     """Ids 0..cells-1: the query sees no more cells than it may select."""
-    for slot in range(first, cells, step):
-        out[slot] = slot
+    slot = first
+    while slot < cells:
+        out[u(slot)] = slot
+        slot = onward(slot, step)
