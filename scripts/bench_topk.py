@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cuda.core import Device, EventOptions
+from cuda.core import Device
 from numba import cuda
 from strata_engine.selection import cpu, launch, scores
 from strata_engine.selection.ptx import load4
@@ -63,15 +63,7 @@ class Bench:
 
     def time_us(self, graph: Any) -> float:
         """Median time of a replay of `graph`, in us, with a flushed L2."""
-        options = EventOptions(timing_enabled=True)
-        pairs = []
-        for _ in range(self.reps + 3):
-            self.flush.launch(self.stream)
-            start = self.stream.record(options=options)
-            graph.launch(self.stream)
-            pairs.append((start, self.stream.record(options=options)))
-        self.stream.sync()
-        return 1e3 * statistics.median(end - start for start, end in pairs[3:])
+        return launch.replay_us(self.stream, graph, self.reps, self.flush)
 
     def time_launches(self, launches: Callable[[Any], None]) -> float:
         """Median time of a graph of `launches(stream)`, in us."""

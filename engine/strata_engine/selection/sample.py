@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numba import cuda
 
+from .dispatch import MAX_SAMPLED
 from .ptx import (
     SIMULATED,
     THREADS,
@@ -47,7 +48,6 @@ from .steps import (
 )
 from .wide import select_wide
 
-MAX_BLOCKS = 1 << 18  # of a row that is sampled; past it the bound would be too loose
 LOG_STRIDE = 3 if SIMULATED else 5  # one score of 32 is in the sample
 LOG_RUN = 2  # 4 loads of 4 scores stand side by side in the sample: 64 bytes, as memory likes to be read
 LOG_WARPS = WARPS.bit_length() - 1
@@ -252,7 +252,7 @@ def sample(scores, records, active, ids, flags):
     low = u(0)
     if full <= CANDIDATES:
         _keep_all(row, full, pool, ws)
-    elif full <= MAX_BLOCKS:
+    elif full <= MAX_SAMPLED:
         low = _collect(row, full, width, thread, STEP, pool, ws)
     cuda.syncthreads()
     if not settle(np.int32(ws[COUNT]), low, row, full, tail, width, out, pool, hist, ws):
@@ -357,7 +357,7 @@ def window(scores, records, active, ids, flags, parts, counts, done):
         cuda.syncthreads()
         count = np.int32(full)
     else:
-        if full <= MAX_BLOCKS:
+        if full <= MAX_SAMPLED:
             low = _collect(row, full, width, first, np.int32(SPLITS * THREADS), pool, ws)
         cuda.syncthreads()
         if not _publish(low, parts[u(query), u(split)], counts[u(query)], done[u(query)], pool, ws):
