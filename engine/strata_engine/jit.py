@@ -1,0 +1,40 @@
+"""numba's `njit` with a disk cache that cannot be stale.
+
+numba looks only at the file of the function that it caches, not at the files of what the function calls. So the cache
+lies in a folder named after the content of all kernel sources: edit one and everything is compiled anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numba
+import numba.core.config
+
+from .paths import cache_home
+
+_PACKAGE = Path(__file__).parent
+_KERNEL_FOLDERS = ("backends/cpu", "sampling", "selection")
+
+
+def _sources_digest() -> str:
+    digest = hashlib.sha256(numba.__version__.encode())
+    for folder in _KERNEL_FOLDERS:
+        for path in sorted((_PACKAGE / folder).glob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def kernel_cache() -> Path:
+    """Where compiled kernels are kept: $NUMBA_CACHE_DIR where it is set."""
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    return Path(given) if given else cache_home() / "kernels" / _sources_digest()
+
+
+_config: Any = numba.core.config
+_config.CACHE_DIR = str(kernel_cache())
+
+njit: Any = numba.njit
