@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 from cuda.core import Device
-from numba import cuda
+
 from strata_engine.selection import cpu, launch, scores
-from strata_engine.selection.ptx import load4
+from strata_engine.selection.ptx import cuda, load4
 from strata_engine.selection.reference import step_records
 
 CONTEXTS = (8192, 16384, 32768, 65536, 131072, 262144, 409600, 524288)  # cells

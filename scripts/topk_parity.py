@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from strata_engine.selection import cpu, dispatch, reference, scores
 
 UNTOUCHED = -7
@@ -83,6 +84,7 @@ def run_cuda(case: Case, reps: int) -> tuple[reference.Int32, str, float]:
     """(ids, kernel, ms a call in a graph) of the kernel that `dispatch` chooses."""
     from cuda.core import Device
     from numba import cuda
+
     from strata_engine.selection import launch
 
     device = Device()

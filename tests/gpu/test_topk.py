@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from strata_engine.selection import cpu, reference, scores
 
 cuda = pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")

@@ -9,6 +9,7 @@ import json
 import sys
 
 import numpy as np
+
 from strata_engine.selection import reference, sample, scores, steps, wide
 from strata_engine.selection.ptx import SIMULATED, THREADS
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from strata_engine.selection import cpu, reference, scores
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "block_topk.json").read_text())["cases"]

@@ -1,6 +1,7 @@
 """Which kernel runs which call."""
 
 import pytest
+
 from strata_engine.selection import dispatch
 
 LONG = 131072  # blocks

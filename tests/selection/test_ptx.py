@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
 
 from numba import types
+
 from strata_engine.selection import ptx, sample, wide
 
 if ptx.SIMULATED:

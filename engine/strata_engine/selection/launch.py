@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 from cuda.core import EventOptions
-from numba import cuda
 
 from . import dispatch
-from .ptx import THREADS
+from .ptx import THREADS, cuda
 from .reference import Float32, Int32
 from .sample import SPLITS, sample, window
 from .steps import CANDIDATES

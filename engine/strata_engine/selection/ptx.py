@@ -12,10 +12,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from numba import cuda
+from numba import cuda as numba_cuda
 from numba.core import config
 
-SIMULATED = bool(config.ENABLE_CUDASIM)
+cuda: Any = numba_cuda  # its type stubs do not know what may be called inside a kernel
+
+SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 THREADS = 64 if SIMULATED else 512  # a block
 WARPS = THREADS // 32
 ALL_LANES = 0xFFFFFFFF

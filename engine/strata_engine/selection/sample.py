@@ -8,10 +8,11 @@ guess: too few or too many blocks may reach it. Such a query is flagged and sele
 last to finish settles. Twin of both: `reference.select_rows`.
 """
 
+# mypy: disable-error-code="arg-type, assignment"
+
 from __future__ import annotations
 
 import numpy as np
-from numba import cuda
 
 from .dispatch import MAX_SAMPLED
 from .ptx import (
@@ -19,6 +20,7 @@ from .ptx import (
     THREADS,
     WARPS,
     bits_float,
+    cuda,
     kernel,
     load4,
     load_fresh,

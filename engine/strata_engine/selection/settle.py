@@ -4,12 +4,13 @@
 work space of the block.
 """
 
+# mypy: disable-error-code="arg-type, assignment"
+
 from __future__ import annotations
 
 import numpy as np
-from numba import cuda
 
-from .ptx import THREADS, onward, sum_below
+from .ptx import THREADS, cuda, onward, sum_below
 from .reference import BLOCK
 from .steps import CANDIDATES, GATHERED, LISTED, ONE, RESULT, STEP, TOP, find_bin, in_range, tail_key, u
 

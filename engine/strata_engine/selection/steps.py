@@ -4,12 +4,13 @@ A block of THREADS threads runs each step together. Shared memory comes from the
 `hist` uint32 [HIST], `ws` uint32 [WORKSPACE] (sums of warps, counters and results, at the names below).
 """
 
+# mypy: disable-error-code="arg-type, assignment"
+
 from __future__ import annotations
 
 import numpy as np
-from numba import cuda
 
-from .ptx import SIMULATED, THREADS, float_bits, onward, sum_above
+from .ptx import SIMULATED, THREADS, cuda, float_bits, onward, sum_above
 from .reference import BLOCK, CELLS, TAIL_BONUS, WIDTH
 
 CANDIDATES = 256 if SIMULATED else 4096  # blocks that shared memory can hold
