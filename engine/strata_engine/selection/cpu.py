@@ -27,13 +27,20 @@ def select_rows(scores: Float32, records: Int32, ids: Int32, active: int | None 
 
 @njit(inline="always")
 def _key(bits):
-    """The order-preserving key of a score given by its bits: -0 equals +0, NaN is lowest."""
+    """The order-preserving key of a score given by its bits: -0 equals +0, NaN is lowest. No branch: it vectorises."""
     magnitude = bits & np.uint32(0x7FFFFFFF)
-    if magnitude > np.uint32(0x7F800000):
-        return np.uint32(0)
-    if bits == magnitude or magnitude == np.uint32(0):
-        return magnitude | np.uint32(0x80000000)
-    return ~bits
+    signed = np.uint32(0) if magnitude == np.uint32(0) else bits
+    flip = np.uint32(0xFFFFFFFF) if signed > np.uint32(0x7FFFFFFF) else np.uint32(0x80000000)
+    return np.uint32(0) if magnitude > np.uint32(0x7F800000) else signed ^ flip
+
+
+@njit(nogil=True, cache=True)
+def _keys(bits, full):
+    """The keys of the full blocks, uint32 [full]."""
+    keys = np.empty(full, dtype=np.uint32)
+    for i in range(full):
+        keys[i] = _key(bits[i])
+    return keys
 
 
 @njit(nogil=True, cache=True)
@@ -58,18 +65,18 @@ def _find_bin(histogram, need):
 
 
 @njit(nogil=True, cache=True)
-def _histogram(bits, full):
+def _histogram(keys):
     """Cells by the top bits of their block's key, int32 [_BINS]."""
     # four copies, so that equal neighbours do not wait for each other's increment
     copies = np.zeros((4, _BINS), dtype=np.int32)
-    quads = full // 4
+    quads = len(keys) // 4
     for i in range(quads):
-        copies[0, _key(bits[4 * i]) >> _SHIFT] += BLOCK
-        copies[1, _key(bits[4 * i + 1]) >> _SHIFT] += BLOCK
-        copies[2, _key(bits[4 * i + 2]) >> _SHIFT] += BLOCK
-        copies[3, _key(bits[4 * i + 3]) >> _SHIFT] += BLOCK
-    for i in range(4 * quads, full):
-        copies[0, _key(bits[i]) >> _SHIFT] += BLOCK
+        copies[0, keys[4 * i] >> _SHIFT] += BLOCK
+        copies[1, keys[4 * i + 1] >> _SHIFT] += BLOCK
+        copies[2, keys[4 * i + 2] >> _SHIFT] += BLOCK
+        copies[3, keys[4 * i + 3] >> _SHIFT] += BLOCK
+    for i in range(4 * quads, len(keys)):
+        copies[0, keys[i] >> _SHIFT] += BLOCK
     return copies[0] + copies[1] + copies[2] + copies[3]
 
 
@@ -91,26 +98,24 @@ def _refine(keys, counts, need):
 
 
 @njit(nogil=True, cache=True)
-def _threshold(bits, full, tail, tail_key, width):
+def _threshold(keys, tail, tail_key, width):
     """(thr, cells of ties to take): see the module `reference`."""
-    histogram = _histogram(bits, full)
+    histogram = _histogram(keys)
     if tail:
         histogram[tail_key >> _SHIFT] += tail
     b, above = _find_bin(histogram, width)
     blocks = histogram[b] // BLOCK + 1
-    keys = np.empty(blocks, dtype=np.uint32)
+    inside = np.empty(blocks, dtype=np.uint32)
     counts = np.full(blocks, BLOCK, dtype=np.int32)
     n = 0
-    for i in range(full):
-        key = _key(bits[i])
-        if key >> _SHIFT == b:
-            keys[n] = key
-            n += 1
+    for key in keys:
+        inside[n] = key  # overwritten unless it counts: cheaper than a branch that is hard to predict
+        n += key >> _SHIFT == b
     if tail and tail_key >> _SHIFT == b:
-        keys[n], counts[n] = tail_key, tail
+        inside[n], counts[n] = tail_key, tail
         n += 1
     low_mask = np.uint32((1 << _SHIFT) - 1)
-    low, more = _refine(keys[:n] & low_mask, counts[:n], width - above)
+    low, more = _refine(inside[:n] & low_mask, counts[:n], width - above)
     return np.uint32(b << _SHIFT) | low, width - above - more
 
 
@@ -127,10 +132,14 @@ def _select_row(bits, blocks, record, out):
         return
     full, tail = cells // BLOCK, cells % BLOCK
     tail_key = _tail_key(bits[full]) if tail else np.uint32(0)
-    threshold, ties = _threshold(bits, full, tail, tail_key, width)
+    keys = _keys(bits, full)
+    threshold, ties = _threshold(keys, tail, tail_key, width)
+    end = width - tail if tail_key > threshold else width
     slot = 0
     for i in range(full):
-        key = _key(bits[i])
+        if slot >= end:
+            break
+        key = keys[i]
         if key >= threshold:
             count = BLOCK
             if key == threshold:
