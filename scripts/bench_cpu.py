@@ -192,7 +192,8 @@ def print_table(figures: Sequence[Figure]) -> None:
         cells = [f"{f.gb_per_s:.1f}" if f.gb_per_s else "", f"{f.share:.0%}" if f.share else ""]
         cells.append(f"{f.ratio:.2f}" if f.ratio else "")
         print(
-            f"{f.engine:<10} {f.what:<7} {f.requests:>8} {f.tokens_per_s:>9.1f} {cells[0]:>6} {cells[1]:>6} {cells[2]:>6}"
+            f"{f.engine:<10} {f.what:<7} {f.requests:>8} {f.tokens_per_s:>9.1f}"
+            f" {cells[0]:>6} {cells[1]:>6} {cells[2]:>6}"
         )
 
 
