@@ -78,6 +78,7 @@ class Engine:
         self.model = load_model(str(default_model()))
         self.vocab = Vocab.load(default_model())
         self.backend = CpuBackend(self.model, context=512, slots=4, threads=1, progress=NoProgress())
+        self.backend.warm_up(NoProgress())
         self._scheduler: Scheduler | None = None
         self.cold()
 
@@ -264,6 +265,14 @@ def test_the_penalty_window_is_the_last_n(engine, loop):
     """The next token stands among the first three of the prompt, not among the last three, but among the last four."""
     assert engine.ask(loop, 1, penalty_repeat=100.0, penalty_last_n=3).ids == [loop[-4]]
     assert engine.ask(loop, 1, penalty_repeat=100.0, penalty_last_n=4).ids != [loop[-4]]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_the_penalty_window_moves_along_with_the_drafts(engine, loop, draft):
+    """Of four words in turn the last three are forbidden: a row that looks elsewhere forbids the one that is due."""
+    answer = engine.ask(loop, 24, draft=draft, penalty_repeat=100.0, penalty_last_n=3)
+    assert answer.ids == loop[-4:] * 6
+    assert (answer.done().drafts_accepted > 0) == (draft > 0)
 
 
 @pytest.mark.parametrize(
