@@ -14,9 +14,10 @@ from aiohttp import web
 
 from . import handlers
 from .config import Config, ConfigError
+from .ending import Ending, shutting_down
 from .engine import Engine
 from .errors import ApiError
-from .handlers import CONFIG, ENGINE, METRICS, STARTED, TEMPLATE
+from .handlers import CONFIG, ENDING, ENGINE, METRICS, STARTED, TEMPLATE
 from .metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -28,10 +29,11 @@ CLIENT_LEFT = 499  # nginx' code for it; only metrics see it
 def create_app(config: Config) -> web.Application:
     """The proxy for one engine. Raises ConfigError if the configured chat template cannot be read."""
     app = web.Application(
-        middlewares=[_measure, _preflight, _errors, _authorise], client_max_size=config.max_body_bytes
+        middlewares=[_measure, _preflight, _errors, _ending, _authorise], client_max_size=config.max_body_bytes
     )
     engine = Engine(config.engine)
     app[CONFIG], app[ENGINE], app[METRICS] = config, engine, Metrics(lambda: engine.up)
+    app[ENDING] = Ending()
     app[TEMPLATE], app[STARTED] = _template(config.chat_template), int(time.time())
     app.cleanup_ctx.append(_watching)
     app.on_response_prepare.append(_add_cors)
@@ -131,6 +133,14 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
 
 def _error_response(error: ApiError) -> web.Response:
     return web.json_response(error.body(), status=error.status, headers=error.headers)
+
+
+@web.middleware
+async def _ending(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Once the proxy ends, everything but /metrics is a 503, /health too: no balancer sends more."""
+    if request.app[ENDING].begun and request.path != "/metrics":
+        raise shutting_down()
+    return await handler(request)
 
 
 @web.middleware
