@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import hmac
 import logging
 import time
@@ -12,17 +13,18 @@ from pathlib import Path
 
 from aiohttp import web
 
-from . import handlers
+from . import handlers, tokenizing
 from .config import Config, ConfigError
 from .ending import Ending, shutting_down
 from .engine import Engine
-from .errors import ApiError
+from .errors import ApiError, reason
 from .handlers import CONFIG, ENDING, ENGINE, METRICS, STARTED, TEMPLATE
 from .metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+OPEN = ("/health", "/metrics")
 CLIENT_LEFT = 499  # nginx' code for it; only metrics see it
 
 
@@ -41,6 +43,8 @@ def create_app(config: Config) -> web.Application:
         [
             web.post("/v1/chat/completions", handlers.chat_completions),
             web.post("/v1/completions", handlers.completions),
+            web.post("/tokenize", tokenizing.tokenize),
+            web.post("/detokenize", tokenizing.detokenize),
             web.get("/v1/models", handlers.models),
             web.get("/v1/models/{id}", handlers.model),
             web.get("/health", handlers.health),
@@ -54,7 +58,7 @@ def _template(path: str | None) -> str:
     try:
         return Path(path).read_text(encoding="utf-8") if path else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template {path!r}: {error}") from None
+        raise ConfigError(f"cannot read the chat template (chat_template) {path}: {reason(error)}") from None
 
 
 async def _watching(app: web.Application) -> AsyncIterator[None]:
@@ -123,12 +127,18 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
     limit = request.app[CONFIG].max_body_bytes
     message, code = {
-        404: (f"No route {request.method} {request.path}.", "not_found"),
+        404: (f"No route {request.method} {request.path}{_similar_route(request)}", "not_found"),
         405: (f"{request.method} is not allowed on {request.path}.", "method_not_allowed"),
         413: (f"The body is over {limit} bytes (max_body_bytes).", "request_too_large"),
     }.get(error.status, (error.reason, "http_error"))
     headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
     return ApiError(message, status=error.status, code=code, headers=headers)
+
+
+def _similar_route(request: web.Request) -> str:
+    routes = [resource.canonical for resource in request.app.router.resources()]
+    close = difflib.get_close_matches(request.path[:100], routes, 1, cutoff=0.8)
+    return f"; did you mean {close[0]}?" if close else "."
 
 
 def _error_response(error: ApiError) -> web.Response:
@@ -145,9 +155,9 @@ async def _ending(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def _authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """With `api_keys` set, /v1 needs one of them; /health and /metrics stay open."""
+    """With `api_keys` set, all but /health and /metrics needs one of them."""
     keys = request.app[CONFIG].api_keys
-    if keys and request.path.startswith("/v1/"):
+    if keys and request.path not in OPEN:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
         if not any(hmac.compare_digest(given, key.encode()) for key in keys):
             headers = {"WWW-Authenticate": "Bearer"}

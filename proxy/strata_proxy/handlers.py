@@ -88,7 +88,7 @@ async def _answer(request: web.Request, chat: bool) -> web.StreamResponse:
     events: EventStream | None = None
     try:
         async with request.app[ENDING].answering():
-            body = parse_body(await _json_bytes(request))
+            body = parse_body(await json_bytes(request))
             ask = parse_ask(body, chat, request.app[CONFIG].sampling, request.app[CONFIG].max_choices)
             if ask.stream:
                 events = EventStream(request, request.app[CONFIG].keepalive_s, ask.include_usage)
@@ -111,9 +111,15 @@ async def _generate(request: web.Request, ask: Ask, body: Body, events: EventStr
             request.app[METRICS].count(request.path, begun, generations)
 
 
-async def _json_bytes(request: web.Request) -> bytes:
-    kind = request.content_type
-    if kind != "application/json" and not kind.endswith("+json"):
+async def json_bytes(request: web.Request) -> bytes:
+    """The body, if its type lets it be JSON. Raises ApiError (415).
+
+    No type, and the one that curl -d sends, will do too; but not from a web page, which could send them to this
+    machine's proxy from any site without the browser asking first.
+    """
+    kind = request.content_type if "Content-Type" in request.headers else "nothing"
+    from_a_program = "Origin" not in request.headers and kind in ("nothing", "application/x-www-form-urlencoded")
+    if kind != "application/json" and not kind.endswith("+json") and not from_a_program:
         message = f"The body must be JSON: send the header Content-Type: application/json (got {kind})."
         raise ApiError(message, status=415, code="unsupported_media_type")
     return await request.read()

@@ -68,11 +68,11 @@ def _on_signals() -> asyncio.Event:
     signalled, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:
-        log.info("%s: ending", number.name)
-        signalled.set()
         for each in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_DFL)
+        signalled.set()
+        log.info("%s: ending", number.name)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
