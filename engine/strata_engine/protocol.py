@@ -40,7 +40,7 @@ STATS_KEYS: dict[str, str] = {
     "slots": "requests that can be computed at once",
     "running": "requests being computed",
     "waiting": "requests that wait for a slot",
-    "requests": "requests taken since the start",
+    "requests": "requests taken since the start: they got a slot or wait for one",
     "finished": "of them, ended with `stop` or `length`",
     "cancelled": "of them, ended with `cancel`",
     "failed": "of them, ended with ERR",

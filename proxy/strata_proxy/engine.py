@@ -65,7 +65,7 @@ class Link:
             self._writer.write(line)
             await self._writer.drain()
         except OSError as error:
-            raise unavailable(f"The engine went away: {error}") from None
+            raise unavailable(f"The engine went away: {reason(error)}") from None
 
     async def read(self) -> Reply:
         """The next reply. Raises ApiError (503) when the engine is gone, (500) when it cannot be understood."""
@@ -75,7 +75,7 @@ class Link:
                 raise unavailable("The engine went away.")
             return parse_reply(line)
         except OSError as error:
-            raise unavailable(f"The engine went away: {error}") from None
+            raise unavailable(f"The engine went away: {reason(error)}") from None
         except ValueError as error:  # ReplyError, or a line past the limit
             raise ApiError(f"The engine cannot be understood: {error}", status=500, code="engine_error") from None
 
@@ -107,7 +107,7 @@ async def _open(path: str) -> Link:
         if isinstance(error, TimeoutError):
             raise unavailable(f"The engine at {path} does not answer.") from None
         if isinstance(error, OSError):
-            raise unavailable(f"The engine cannot be reached at {path}: {error.strerror or error}") from None
+            raise unavailable(f"The engine cannot be reached at {path}: {reason(error)}") from None
         raise
 
 
