@@ -38,8 +38,15 @@ class Key:
 
     @property
     def range_text(self) -> str:
-        """The range as a person reads it, e.g. ``0..1`` or ``>0..1e+06``."""
-        return f"{'>' if self.low_open else ''}{_number(self.low)}..{_number(self.high)}"
+        """The range as a person reads it, e.g. ``0..1`` or ``over 0 and at most 1e+06``."""
+        if self.low_open:
+            return f"over {_number(self.low)} and at most {_number(self.high)}"
+        return f"{_number(self.low)}..{_number(self.high)}"
+
+    @property
+    def rule(self) -> str:
+        """The range behind "must be", e.g. ``in 0..1`` or ``over 0 and at most 1e+06``."""
+        return self.range_text if self.low_open else f"in {self.range_text}"
 
 
 def _number(value: float) -> str:
