@@ -69,7 +69,7 @@ KEYS: tuple[Key, ...] = (
     Key("logit_bias", "bias", -1e6, 1e6, (), "id:bias,... added to the raw logits"),
     Key("stop", "ids", 0, math.inf, (), "further end-of-sequence ids"),
     Key("ignore_eos", "flag", 0, 1, False, "1: the model's own end ids do not end the answer"),
-    Key("draft", "int", 0, DRAFT_MAX, None, "most drafted tokens a verify window; absent: the engine's --draft"),
+    Key("draft", "int", 0, DRAFT_MAX, None, "most drafted tokens a window, 0 is off; absent: the engine's --draft"),
 )
 KEY_BY_NAME: dict[str, Key] = {key.name: key for key in KEYS}
 
