@@ -59,6 +59,9 @@ class Emitter:
     def u32(self, value: int) -> Any:
         return ir.Constant(I32, value)
 
+    def f32(self, value: float) -> Any:
+        return ir.Constant(F32, value)
+
     def i64(self, value: Any) -> Any:
         """A 64-bit index."""
         if isinstance(value, int):
@@ -186,7 +189,9 @@ class Emitter:
             self.store_shared(offset, self._vector(source, 4))
             return
         target = self.b.ptrtoint(self.shared(offset), I32)
-        self.asm("cp.async.cg.shared.global [$0], [$1], 16;", ir.VoidType(), "r,l,~{memory}", target, source, effect=True)
+        self.asm(
+            "cp.async.cg.shared.global [$0], [$1], 16;", ir.VoidType(), "r,l,~{memory}", target, source, effect=True
+        )
 
     def bits(self, value: Any) -> Any:
         return self.b.bitcast(value, I32)
@@ -254,9 +259,7 @@ def compile_ptx(kernel: Callable[..., None], signature: Any, cc: tuple[int, int]
     asked = dispatcher.get_current_device
     _target, dispatcher.get_current_device = cc, lambda: _NoDevice(cc)
     try:
-        text, _ = cuda.compile(
-            kernel, signature, device=False, abi="numba", cc=cc, launch_bounds=(threads, blocks)
-        )
+        text, _ = cuda.compile(kernel, signature, device=False, abi="numba", cc=cc, launch_bounds=(threads, blocks))
     finally:
         dispatcher.get_current_device = asked
     return text
@@ -303,6 +306,12 @@ def to_half(e: Emitter, a: Any) -> Any:
 def from_half(e: Emitter, word: Any) -> Any:
     """The lower half of a word as float32."""
     return e.half(word, 0)
+
+
+@macro(f32)
+def word_as_float(e: Emitter, word: Any) -> Any:
+    """The float32 whose bits a word holds."""
+    return e.real(word)
 
 
 @macro(f32)

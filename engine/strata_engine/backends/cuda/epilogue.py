@@ -7,11 +7,12 @@ Each has a NamedTuple of arguments, and the numba type of that tuple under `.num
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba import cuda, types
 
 from .emit import F32Ptr, I32Ptr, U16Ptr, U32Ptr, add, exp2, f32, fma, i32, inlined, mul, reciprocal, split_pair
+from .shapes import CELLS, Heads, Logits, Residual, Swiglu
 
 LOG2_E = 1.4426950408889634
 
@@ -21,11 +22,6 @@ def _typed(cls: Any, *kinds: Any) -> Any:
 
 
 # -- logits
-
-
-class Logits(NamedTuple):
-    logits: Any  # float32 [rows, vocab]
-    vocab: Any
 
 
 LOGITS = _typed(Logits, F32Ptr, i32)
@@ -47,11 +43,6 @@ def logits_epilogue(out, a0, a1, b0, b1, tile, inside, row, rows, lane):
 
 
 # -- gate and up -> SwiGLU
-
-
-class Swiglu(NamedTuple):
-    split: Any  # halves [rows, 2, pitch]
-    pitch: Any  # halves
 
 
 SWIGLU = _typed(Swiglu, U16Ptr, i32)
@@ -79,16 +70,6 @@ def swiglu_epilogue(out, a0, a1, b0, b1, tile, inside, row, rows, lane):
 
 
 # -- residual add, and the next norm's input
-
-
-class Residual(NamedTuple):
-    stream: Any  # float32 [rows, width], added to
-    gain: Any  # float32 [width]: the next norm's weight
-    split: Any  # words [rows, 2, half_pitch]: stream * gain, high and low halves
-    squares: Any  # float32 [rows, tiles]: sums of squares of the stream, for the next norm
-    width: Any
-    half_pitch: Any
-    tiles: Any
 
 
 RESIDUAL = _typed(Residual, F32Ptr, F32Ptr, U32Ptr, F32Ptr, i32, i32, i32)
@@ -133,25 +114,7 @@ def residual_epilogue(out, a0, a1, b0, b1, tile, inside, row, rows, lane):
 # -- queries, keys, values: rotate, append
 
 
-class Heads(NamedTuple):
-    queries: Any  # words [rows, 2, heads * head_dim / 2], scaled for exp2
-    keys: Any  # words [page, kv head, part, cell, head_dim / 2]
-    values: Any  # halves [page, kv head, part, head_dim, cell]
-    position: Any  # int32 [rows]; -1: padding
-    slot: Any  # int32 [rows]
-    pages: Any  # int32 [slots, pages a slot]
-    rope: Any  # float32 [positions, rope_dims / 2, 2]: cosine, sine
-    heads: Any
-    kv_heads: Any
-    head_dim: Any
-    rope_dims: Any
-    pages_a_slot: Any
-    parts: Any  # 1: cells of halves; 2: high and low halves
-    scale: Any  # log2(e) / sqrt(head_dim)
-
-
-HEADS = _typed(Heads, U32Ptr, U32Ptr, U16Ptr, I32Ptr, I32Ptr, I32Ptr, F32Ptr, *[i32] * 7, f32)
-CELLS = 64  # cells a page
+HEADS = _typed(Heads, U32Ptr, U32Ptr, U16Ptr, I32Ptr, I32Ptr, I32Ptr, F32Ptr, *[i32] * 8, f32)
 
 
 @inlined
@@ -169,25 +132,25 @@ def store_head_pair(out, a, b, feature, row):
         sine = out.rope[at + 1]
         a, b = fma(a, cosine, -mul(b, sine)), fma(a, sine, mul(b, cosine))
     if head < out.heads:
-        half = out.heads * out.head_dim // 2
+        half = out.heads * out.cell_dim // 2
         high, low = split_pair(mul(a, out.scale), mul(b, out.scale))
-        at = row * 2 * half + feature // 2
+        at = row * 2 * half + (head * out.cell_dim + inner) // 2
         out.queries[at] = high
         out.queries[at + half] = low
         return
     high, low = split_pair(a, b)
     page = out.pages[out.slot[row] * out.pages_a_slot + position // CELLS]
     kv_head = (head - out.heads) % out.kv_heads
-    plane = types.int64(page * out.kv_heads + kv_head) * out.parts * (CELLS * out.head_dim)
+    plane = types.int64(page * out.kv_heads + kv_head) * out.parts * (CELLS * out.cell_dim)
     cell = position % CELLS
     for part in range(out.parts):
         word = low if part else high
-        base = plane + part * CELLS * out.head_dim
+        base = plane + part * CELLS * out.cell_dim
         if is_value:
             out.values[base + inner * CELLS + cell] = word & 0xFFFF
             out.values[base + (inner + 1) * CELLS + cell] = word >> 16
         else:
-            out.keys[(base + cell * out.head_dim + inner) // 2] = word
+            out.keys[(base + cell * out.cell_dim + inner) // 2] = word
 
 
 @inlined
@@ -198,3 +161,11 @@ def heads_epilogue(out, a0, a1, b0, b1, tile, inside, row, rows, lane):
         store_head_pair(out, a0, b0, feature, row)
     if inside and row + 1 < rows:
         store_head_pair(out, a1, b1, feature, row + 1)
+
+
+EPILOGUES = {
+    "logits": (logits_epilogue, LOGITS),
+    "swiglu": (swiglu_epilogue, SWIGLU),
+    "residual": (residual_epilogue, RESIDUAL),
+    "heads": (heads_epilogue, HEADS),
+}

@@ -20,7 +20,6 @@ run".
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda, types
@@ -48,7 +47,8 @@ from .emit import (
     words,
     zeros,
 )
-from .layout import TILE, UNIT, Format
+from .layout import UNIT, Format
+from .shapes import SliceShape, TileShape
 
 ONES = 0x3C003C00  # two halves of 1.0
 BIAS = 0x64006400  # two halves of 1024.0: a code in the low bits adds itself
@@ -180,21 +180,6 @@ def norm_factor(squares, row, tiles, inverse, epsilon, lane):
 NORM = types.Tuple((F32Ptr, i32, f32, f32))  # squares [row, tiles], tiles, 1 / K, epsilon
 
 
-@dataclass(frozen=True, slots=True)
-class SliceShape:
-    """Compile-time shape of a slice kernel."""
-
-    slices: int
-    mt: int = 1  # tiles a warp
-    nt: int = 1  # groups of 8 rows a warp
-    groups: int = 1  # groups of `mt` tiles a block
-    depth: int = 1  # units fetched ahead
-    threads = property(lambda self: 32 * self.slices * self.groups)
-    features = property(lambda self: TILE * self.mt * self.groups)
-    rows = property(lambda self: 8 * self.nt)
-    shared_bytes = property(lambda self: 512 * self.slices * self.groups * self.mt * self.nt + 4 * self.rows)
-
-
 def _fetch(form: Format, mt: int, depth: int) -> Any:
     """Macro: the codes and scales of `depth` units from `unit` on, zeros from `end` on."""
     cw, sw, vectors = form.code_words, form.scale_words, form.vectors
@@ -233,7 +218,9 @@ def _global_step(form: Format, mt: int, nt: int, depth: int) -> Any:
     each = form.code_words + form.scale_words
 
     @macro(lambda acc, *rest: acc)
-    def step(e: Emitter, acc: Any, fetched: Any, x: Any, x_at: Any, half_pitch: Any, unit: Any, end: Any, lane: Any) -> Any:
+    def step(
+        e: Emitter, acc: Any, fetched: Any, x: Any, x_at: Any, half_pitch: Any, unit: Any, end: Any, lane: Any
+    ) -> Any:
         for d in range(depth):
             at = e.b.add(unit, e.u32(d))
             at = e.b.select(e.b.icmp_signed("<", at, end), at, e.b.sub(end, e.u32(1)))
@@ -342,29 +329,6 @@ def slice_kernel(form: Format, shape: SliceShape, epilogue: Any) -> Any:
 
 
 # -- many rows
-
-
-@dataclass(frozen=True, slots=True)
-class TileShape:
-    """Compile-time shape of a tile kernel: `across` warps side by side over features, `down` over rows."""
-
-    slices: int
-    mt: int = 4
-    nt: int = 4
-    across: int = 2
-    down: int = 4
-    stages: int = 3
-    threads = property(lambda self: 32 * self.across * self.down)
-    features = property(lambda self: TILE * self.mt * self.across)
-    rows = property(lambda self: 8 * self.nt * self.down)
-
-    def stage_bytes(self, form: Format) -> int:
-        x = 2 * self.rows * UNIT * 2
-        return x + self.mt * self.across * (128 * form.code_words + 32 * form.scale_words)
-
-    def shared_bytes(self, form: Format) -> int:
-        sums = 16 * self.mt * self.nt * self.threads if self.slices > 1 else 0
-        return 4 * self.rows + max(16 * self.mt * self.nt * self.threads, sums) + self.stages * self.stage_bytes(form)
 
 
 def _stage(form: Format, shape: TileShape) -> Any:
@@ -543,4 +507,3 @@ def _store_index(e: Emitter, offset: Any, value: Any) -> None:
 def signature(out: Any) -> Any:
     """The numba signature of both kernels for an epilogue with arguments of type `out`."""
     return types.void(U32Ptr, U32Ptr, U32Ptr, I32Ptr, i32, i32, i32, NORM, out)
-
