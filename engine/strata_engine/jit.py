@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numba.core.config
 
 _PACKAGE = Path(__file__).parent
 
@@ -35,6 +36,7 @@ def kernel_cache() -> Path:
     return Path(given) if given else cache_home() / "kernels" / _sources_digest()
 
 
-numba.config.CACHE_DIR = str(kernel_cache())
+_config: Any = numba.core.config
+_config.CACHE_DIR = str(kernel_cache())
 
 njit: Any = numba.njit

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..rows import Float32
 
-Bytes = NDArray[np.uint8]
+Bytes = NDArray[Any]  # uint8
 Affine = tuple[NDArray, Float32, Float32 | None]  # codes [n, block], scale [n], offset [n] or None (all zero)
 
 
@@ -56,6 +57,7 @@ class Matrix:
             return self.codes.view(np.float16).astype(np.float32)
         if self.format == "bf16":
             return (self.codes.astype(np.uint32) << 16).view(np.float32)
+        assert self.scale is not None  # every quantised format has one
         blocks = self.codes.reshape(self.rows, -1, self.block).astype(np.float32) * self.scale[:, :, None]
         if self.offset is not None:
             blocks += self.offset[:, :, None]

@@ -43,9 +43,10 @@ class CpuBackend:
         self._sizes = _sizes(model.geometry, context, max_rows)
         with progress.stage("reading weights", total=model.geometry.layers + 1) as stage:
             arena, matrices, norms = _weights(model, self._sizes, stage.advance)
-        self._buffers = _buffers(
-            model, self._sizes, arena, matrices, norms, context, slots, kv, max_rows, self._team.size
-        )
+        weights = arena, matrices, norms
+        self._buffers = _buffers(model, self._sizes, weights, context, slots, kv, max_rows, self._team.size)
+        phases = PHASES_A_LAYER * model.geometry.layers + PHASES_ELSEWHERE
+        self._counters = [np.zeros((phases + 1) * COUNTER_STRIDE, np.int64) for _ in range(2)]
         self._sampler = CpuSampler(self.vocab)
         self._wanted = 0
 
@@ -56,10 +57,12 @@ class CpuBackend:
         self._sampler.warm_up()
 
     def forward(self, rows: Rows) -> None:
-        spans, buffers, threads = _spans(rows), self._buffers, self._team.size
         arrays = [np.ascontiguousarray(a, np.int32) for a in (rows.slot, rows.position, rows.token, rows.wanted)]
-        buffers.counters[:] = 0
-        self._team.run(lambda thread: run_step(thread, threads, self._sizes, buffers, *arrays, spans))
+        arrays.append(_spans(rows))
+        self._counters.reverse()
+        counters, threads, sizes, buffers = self._counters[0], self._team.size, self._sizes, self._buffers
+        counters[:] = 0
+        self._team.run(lambda thread: run_step(thread, threads, counters, sizes, buffers, *arrays))
         self._wanted = len(rows.wanted)
 
     def choose(self, draws: Sequence[Draw]) -> list[Choice]:
@@ -133,21 +136,31 @@ def _weights(model: Model, sizes: Sizes, advance) -> tuple[NDArray, NDArray, Flo
 
 
 def _buffers(
-    model: Model, s: Sizes, arena: NDArray, matrices: NDArray, norms: Float32,
-    context: int, slots: int, kv: str, max_rows: int, threads: int,
-) -> Buffers:  # fmt: skip
+    model: Model,
+    s: Sizes,
+    weights: tuple[NDArray, NDArray, Float32],
+    context: int,
+    slots: int,
+    kv: str,
+    max_rows: int,
+    threads: int,
+) -> Buffers:
+    arena, matrices, norms = weights
     rows = pad(max_rows, GROUP)
     cos, sin = model.rope(context)
     cell = {"f32": np.float32, "f16": np.uint16}[kv]
     cells = slots * s.layers * s.kv_heads * s.chunks * CHUNK
     partial = rows * s.heads * s.segments * (s.value_dim + STATE)
-    phases = PHASES_A_LAYER * s.layers + PHASES_ELSEWHERE
 
     def floats(count: int) -> Float32:
         return np.zeros(count, np.float32)
 
     return Buffers(
-        *(arena.view(kind) for kind in (np.uint8, np.int8, np.uint16, np.int16, np.float32)),
+        u8=arena,
+        i8=arena.view(np.int8),
+        u16=arena.view(np.uint16),
+        i16=arena.view(np.int16),
+        f32=arena.view(np.float32),
         matrices=matrices.reshape(-1),
         norms=norms.reshape(-1),
         cos=cos.reshape(-1),
@@ -163,5 +176,4 @@ def _buffers(
         partial=floats(partial),
         logits=floats(rows * s.vocab_ld),
         scratch=floats(threads * s.scratch_ld),
-        counters=np.zeros((phases + 1) * COUNTER_STRIDE, np.int64),
     )

@@ -75,7 +75,6 @@ class Buffers(NamedTuple):
     partial: Any  # float32 [max_rows, heads, segments, value_dim + 16]
     logits: Any  # float32 [max_rows, vocab_ld]
     scratch: Any  # float32 [threads, scratch_ld]: two tiles of outputs, or scores, or a column
-    counters: Any  # int64: the barrier, then one a phase; all zero at the start of a step
 
 
 class Step(NamedTuple):
@@ -337,16 +336,18 @@ def _pointers(b):
         pointer(b.u8), pointer(b.i8), pointer(b.u16), pointer(b.i16), pointer(b.f32), pointer(b.matrices),
         pointer(b.norms), pointer(b.cos), pointer(b.sin), pointer(b.keys), pointer(b.values), pointer(b.x),
         pointer(b.normed), pointer(b.qkv), pointer(b.att), pointer(b.hidden), pointer(b.sums), pointer(b.partial),
-        pointer(b.logits), pointer(b.scratch), pointer(b.counters),
+        pointer(b.logits), pointer(b.scratch),
     )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
-def run_step(thread, threads, sizes, arrays, slot, position, token, wanted, spans):
+def run_step(thread, threads, counters, sizes, arrays, slot, position, token, wanted, spans):
     """One thread's share of a forward; all `threads` threads of the team must call it with the same arguments.
 
+    counters  int64: the barrier, then one a phase, COUNTER_STRIDE apart; zeroed before the first thread enters. One
+              thread may still be leaving the last barrier when another returns: steps take turns with two of these
     sizes     Sizes
-    arrays    Buffers of arrays; `counters` zeroed before the first thread enters
+    arrays    Buffers of arrays
     slot, position, token   int32 [n]
     wanted    int32 [m]: rows whose logits are left in arrays.logits[0:m]
     spans     int32 [s, 2]
@@ -356,7 +357,7 @@ def run_step(thread, threads, sizes, arrays, slot, position, token, wanted, span
         pointer(slot), pointer(position), pointer(token), pointer(wanted), pointer(spans),
         len(slot), len(wanted), len(spans),
     )  # fmt: skip
-    team = Team(thread, threads, buffers.counters)
+    team = Team(thread, threads, pointer(counters))
     y = shifted(buffers.scratch, thread * sizes.scratch_ld)
     z = shifted(y, sizes.scratch_ld // 2)
     phase = _embed_rows(team, 0, sizes, buffers, step, y)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...jit import njit
 from ...model import Matrix
@@ -44,7 +45,7 @@ class Input(NamedTuple):
     blocks: Any
 
 
-def matmul_reference(matrix: Matrix, x: Float32) -> Float32:
+def matmul_reference(matrix: Matrix, x: Float32) -> NDArray[np.float64]:
     """x [n, cols] times the matrix transposed, [n, rows], in float64."""
     return x.astype(np.float64) @ matrix.dequantize().astype(np.float64).T
 

@@ -11,12 +11,18 @@ and whoever calls a kernel keeps the arrays alive. `p[i]` reads or writes one el
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.extending import intrinsic, models, register_model
+from numba.core.extending import intrinsic as numba_intrinsic
+from numba.core.extending import models, register_model
 from numba.np.arrayobj import make_array
 
 LANES = 16
+
+intrinsic: Any = numba_intrinsic  # what it makes has another signature than its typing function
 
 _F32 = ir.FloatType()
 _F32V = ir.VectorType(_F32, LANES)
@@ -197,36 +203,30 @@ def splat(typingctx, value):
     return f32x16(types.float32), codegen
 
 
-def _elementwise(name, build, arity):
+def _elementwise(build: Callable[..., Any], arity: int) -> Any:
     """An intrinsic over `arity` vectors whose body is build(builder, *vectors)."""
-    signature = f32x16(*[f32x16] * arity)
 
-    def typed(typingctx, a, b=None, c=None):
-        return signature, lambda context, builder, sig, args: build(builder, *args)
+    def codegen(context, builder, signature, args):
+        return build(builder, *args)
 
-    if arity == 1:
+    def one(typingctx, a):
+        return f32x16(f32x16), codegen
 
-        def function(typingctx, a):
-            return typed(typingctx, a)
-    elif arity == 2:
+    def two(typingctx, a, b):
+        return f32x16(f32x16, f32x16), codegen
 
-        def function(typingctx, a, b):
-            return typed(typingctx, a, b)
-    else:
+    def three(typingctx, a, b, c):
+        return f32x16(f32x16, f32x16, f32x16), codegen
 
-        def function(typingctx, a, b, c):
-            return typed(typingctx, a, b, c)
-
-    function.__name__ = function.__qualname__ = name
-    return intrinsic(function)
+    return intrinsic((one, two, three)[arity - 1])
 
 
-fma = _elementwise("fma", lambda builder, a, b, c: _call(builder, "fma", a, b, c), 3)  # a * b + c, rounded once
-add = _elementwise("add", lambda builder, a, b: builder.fadd(a, b), 2)
-sub = _elementwise("sub", lambda builder, a, b: builder.fsub(a, b), 2)
-mul = _elementwise("mul", lambda builder, a, b: builder.fmul(a, b), 2)
-div = _elementwise("div", lambda builder, a, b: builder.fdiv(a, b), 2)
-maximum = _elementwise("maximum", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b), 2)
+fma = _elementwise(lambda builder, a, b, c: _call(builder, "fma", a, b, c), 3)  # a * b + c, rounded once
+add = _elementwise(lambda builder, a, b: builder.fadd(a, b), 2)
+sub = _elementwise(lambda builder, a, b: builder.fsub(a, b), 2)
+mul = _elementwise(lambda builder, a, b: builder.fmul(a, b), 2)
+div = _elementwise(lambda builder, a, b: builder.fdiv(a, b), 2)
+maximum = _elementwise(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b), 2)
 
 
 def _build_exp(builder, x):
@@ -248,7 +248,7 @@ def _build_exp(builder, x):
     return builder.select(tiny, _constant(0.0), builder.fmul(p, builder.bitcast(exponent, _F32V)))
 
 
-exp = _elementwise("exp", _build_exp, 1)
+exp = _elementwise(_build_exp, 1)
 
 
 def _reduce(builder, vector, combine):
