@@ -193,7 +193,7 @@ def flatten_values(values: Sequence[Any]) -> list[Any]:
         if isinstance(value, tuple):
             out += flatten_values(value)
         else:
-            out.append(value.address if isinstance(value, Buffer) else value)
+            out.append(value.address if isinstance(value, Buffer) else value.item() if isinstance(value, np.generic) else value)
     return out
 
 

@@ -114,7 +114,7 @@ def residual_epilogue(out, a0, a1, b0, b1, tile, inside, row, rows, lane):
 # -- queries, keys, values: rotate, append
 
 
-HEADS = _typed(Heads, U32Ptr, U32Ptr, U16Ptr, I32Ptr, I32Ptr, I32Ptr, F32Ptr, *[i32] * 8, f32)
+HEADS = _typed(Heads, U32Ptr, U32Ptr, U16Ptr, I32Ptr, I32Ptr, I32Ptr, F32Ptr, *[i32] * 7, f32)
 
 
 @inlined
