@@ -16,7 +16,8 @@ the same bits in every kernel that computes them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +133,37 @@ class Emitter:
         for half in (0, 1):
             c = self.asm(text, [F32] * 4, "=f,=f,=f,=f,r,r,r,f,f,f,f", a[2 * half], a[2 * half + 1], b[half], *c)
         return c
+
+    # -- control flow and lanes
+
+    word_pointer = I32.as_pointer()
+
+    def variable(self, value: Any) -> Any:
+        """A memory cell that LLVM turns into a register."""
+        with self.b.goto_entry_block():
+            cell = self.b.alloca(value.type)
+        self.b.store(value, cell)
+        return cell
+
+    @contextmanager
+    def loop(self, start: Any, end: Any, step: int) -> Iterator[Any]:
+        """`for i in range(start, end, step)` around what is emitted inside."""
+        cell = self.variable(start)
+        head, body, tail = (self.b.append_basic_block(f"loop.{name}") for name in ("head", "body", "tail"))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        i = self.b.load(cell)
+        self.b.cbranch(self.b.icmp_signed("<", i, end), body, tail)
+        self.b.position_at_end(body)
+        yield i
+        self.b.store(self.b.add(i, self.u32(step)), cell)
+        self.b.branch(head)
+        self.b.position_at_end(tail)
+
+    def butterfly(self, value: Any, step: int) -> Any:
+        """The float32 of the lane whose number differs in bit `step`."""
+        text = f"shfl.sync.bfly.b32 $0, $1, {step}, 31, -1;"
+        return self.real(self.asm(text, I32, "=r,r", self.bits(value), effect=True))
 
     # -- memory
 

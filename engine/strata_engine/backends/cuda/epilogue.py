@@ -24,22 +24,46 @@ def _typed(cls: Any, *kinds: Any) -> Any:
 # -- logits
 
 
-LOGITS = _typed(Logits, F32Ptr, i32)
+LOGITS = _typed(Logits, F32Ptr, F32Ptr, I32Ptr, i32, i32)
+
+
+@inlined
+def better(a, i, b, j):
+    """The larger of two values with its index; the lower index if they are equal."""
+    if b > a or (b == a and j < i):
+        return b, j
+    return a, i
+
+
+@inlined
+def _best_of_pair(a, b, feature, vocab):
+    """The larger of two neighbours with its index; NaN and what lies past the vocabulary count as -inf."""
+    low = types.float32(-float("inf"))
+    a = a if a == a and feature < vocab else low
+    b = b if b == b and feature + 1 < vocab else low
+    return better(a, types.int32(feature), b, types.int32(feature + 1))
 
 
 @inlined
 def logits_epilogue(out, a0, a1, b0, b1, tile, inside, row, rows, lane):
-    """Store the sums."""
+    """Store the sums, and the largest of each tile for the arg-max."""
     feature = tile * 16 + (lane >> 2) * 2
-    if not inside:
-        return
     for i in range(2):
-        if row + i < rows:
+        a = a1 if i else a0
+        b = b1 if i else b0
+        if inside and row + i < rows:
             at = types.int64(row + i) * out.vocab + feature
             if feature < out.vocab:
-                out.logits[at] = a1 if i else a0
+                out.logits[at] = a
             if feature + 1 < out.vocab:
-                out.logits[at + 1] = b1 if i else b0
+                out.logits[at + 1] = b
+        top, best = _best_of_pair(a, b, feature, out.vocab)
+        for step in (4, 8, 16):
+            other = cuda.shfl_xor_sync(0xFFFFFFFF, top, step)
+            top, best = better(top, best, other, cuda.shfl_xor_sync(0xFFFFFFFF, best, step))
+        if inside and row + i < rows and lane < 4:
+            out.top[(row + i) * out.tiles + tile] = top
+            out.best[(row + i) * out.tiles + tile] = best
 
 
 # -- gate and up -> SwiGLU
@@ -114,7 +138,7 @@ def residual_epilogue(out, a0, a1, b0, b1, tile, inside, row, rows, lane):
 # -- queries, keys, values: rotate, append
 
 
-HEADS = _typed(Heads, U32Ptr, U32Ptr, U16Ptr, I32Ptr, I32Ptr, I32Ptr, F32Ptr, *[i32] * 7, f32)
+HEADS = _typed(Heads, U32Ptr, U32Ptr, U16Ptr, I32Ptr, I32Ptr, F32Ptr, *[i32] * 7, f32)
 
 
 @inlined
@@ -139,10 +163,9 @@ def store_head_pair(out, a, b, feature, row):
         out.queries[at + half] = low
         return
     high, low = split_pair(a, b)
-    page = out.pages[out.slot[row] * out.pages_a_slot + position // CELLS]
     kv_head = (head - out.heads) % out.kv_heads
-    plane = types.int64(page * out.kv_heads + kv_head) * out.parts * (CELLS * out.cell_dim)
-    cell = position % CELLS
+    plane = types.int64(out.cell[row] // CELLS * out.kv_heads + kv_head) * out.parts * (CELLS * out.cell_dim)
+    cell = out.cell[row] % CELLS
     for part in range(out.parts):
         word = low if part else high
         base = plane + part * CELLS * out.cell_dim
@@ -155,17 +178,18 @@ def store_head_pair(out, a, b, feature, row):
 
 @inlined
 def heads_epilogue(out, a0, a1, b0, b1, tile, inside, row, rows, lane):
-    """Features are [query heads | key heads | value heads]."""
-    feature = tile * 16 + (lane >> 2) * 2
+    """Features are [query heads | key heads | value heads]; the matrix holds those from `first` on."""
+    feature = out.first + tile * 16 + (lane >> 2) * 2
     if inside and row < rows:
         store_head_pair(out, a0, b0, feature, row)
     if inside and row + 1 < rows:
         store_head_pair(out, a1, b1, feature, row + 1)
 
 
+# name -> (device function, type of its arguments, whether the matmul's input is normed)
 EPILOGUES = {
-    "logits": (logits_epilogue, LOGITS),
-    "swiglu": (swiglu_epilogue, SWIGLU),
-    "residual": (residual_epilogue, RESIDUAL),
-    "heads": (heads_epilogue, HEADS),
+    "logits": (logits_epilogue, LOGITS, True),
+    "swiglu": (swiglu_epilogue, SWIGLU, True),
+    "residual": (residual_epilogue, RESIDUAL, False),
+    "heads": (heads_epilogue, HEADS, True),
 }

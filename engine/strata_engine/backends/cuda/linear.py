@@ -18,10 +18,10 @@ def build_matmul(form: Format, shape: SliceShape | TileShape, epilogue: str) -> 
     from .epilogue import EPILOGUES
     from .matmul import signature, slice_kernel, tile_kernel
 
-    function, kind = EPILOGUES[epilogue]
+    function, kind, normed = EPILOGUES[epilogue]
     if isinstance(shape, SliceShape):
-        return slice_kernel(form, shape, function), signature(kind)
-    return tile_kernel(form, shape, function), signature(kind)
+        return slice_kernel(form, shape, function, normed), signature(kind)
+    return tile_kernel(form, shape, function, normed), signature(kind)
 
 
 def slice_spec(form: Format, shape: SliceShape, epilogue: str, blocks: int) -> KernelSpec:
@@ -64,7 +64,9 @@ def run_slice(
     device: Device, spec: KernelSpec, shape: SliceShape, w: Weights, rows: int, x: Any, index: Any, norm: Any, out: Any
 ) -> None:
     """Launch a slice kernel."""
-    grid = (-(-w.tiles // (shape.mt * shape.groups)), -(-rows // shape.rows))
+    down = -(-rows // shape.rows)
+    across = min(-(-w.tiles // (shape.mt * shape.groups)), max(1, device.multiprocessors * spec.blocks // down))
+    grid = (across, down)
     device.launch(device.load(spec), grid, w.codes, w.scales, x, index, rows, w.units, w.tiles, norm, out)
 
 

@@ -20,6 +20,7 @@ run".
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda, types
@@ -33,7 +34,6 @@ from .emit import (
     copy_commit,
     copy_wait,
     f32,
-    fma,
     i32,
     inlined,
     let_next_start,
@@ -41,7 +41,6 @@ from .emit import (
     load_shared4,
     macro,
     mul,
-    reciprocal_root,
     store_shared1,
     wait_for_previous,
     words,
@@ -166,15 +165,48 @@ def first_unit(slice_, units, slices):
     return slice_ * units // slices
 
 
-@inlined
-def norm_factor(squares, row, tiles, inverse, epsilon, lane):
-    """1 / root mean square of a row, from its sums of squares [row, tiles]; all lanes of a warp, one order of adding."""
-    total = types.float32(0.0)
-    for i in range(lane, tiles, 32):
-        total = add(total, squares[row * tiles + i])
-    for step in (16, 8, 4, 2, 1):
-        total = add(total, cuda.shfl_xor_sync(0xFFFFFFFF, total, step))
-    return reciprocal_root(fma(total, inverse, epsilon))
+def _norm_factors() -> Any:
+    """Macro: 1 / root mean square of rows first .. first + 7, one a lane (lanes 0 to 7), by a whole warp.
+
+    Each lane adds every 32nd sum of squares of every row, then the lanes are added as a tree: one order for all rows.
+    """
+
+    @macro(f32)
+    def factors(
+        e: Emitter, squares: Any, index: Any, first: Any, rows: Any, tiles: Any, inverse: Any, epsilon: Any, lane: Any
+    ) -> Any:
+        b, starts = e.b, []
+        for i in range(8):
+            row = _row_at(e, index, b.add(first, e.u32(i)), rows)
+            starts.append(b.add(b.mul(row, tiles), lane))
+        totals = _lane_sums(e, squares, starts, tiles, lane)
+        for step in (16, 8, 4, 2, 1):
+            totals = [e.add(total, e.butterfly(total, step)) for total in totals]
+        mine = totals[0]
+        for i in range(1, 8):
+            mine = b.select(b.icmp_unsigned("==", lane, e.u32(i)), totals[i], mine)
+        root = e.asm("sqrt.rn.f32 $0, $1;", mine.type, "=f,f", e.fma(mine, inverse, epsilon))
+        return e.asm("rcp.rn.f32 $0, $1;", mine.type, "=f,f", root)
+
+    return factors
+
+
+def _row_at(e: Emitter, index: Any, place: Any, rows: Any) -> Any:
+    """index[place], where places past the last row repeat it."""
+    last = e.b.sub(rows, e.u32(1))
+    return e.load(index, e.b.select(e.b.icmp_signed("<", place, last), place, last), 1)[0]
+
+
+def _lane_sums(e: Emitter, squares: Any, starts: list[Any], tiles: Any, lane: Any) -> list[Any]:
+    """For each row the sum of squares[start], [start + 32], ... below the row's end, in that order."""
+    b = e.b
+    cells = [e.variable(e.f32(0.0)) for _ in starts]
+    with e.loop(lane, tiles, 32) as i:
+        step = b.sub(i, lane)
+        for cell, start in zip(cells, starts, strict=True):
+            value = e.real(e.load(b.bitcast(squares, e.word_pointer), b.add(start, step), 1)[0])
+            b.store(e.add(b.load(cell), value), cell)
+    return [b.load(cell) for cell in cells]
 
 
 NORM = types.Tuple((F32Ptr, i32, f32, f32))  # squares [row, tiles], tiles, 1 / K, epsilon
@@ -247,9 +279,7 @@ def _x_offsets(nt: int) -> Any:
         group, t = e.b.lshr(lane, e.u32(2)), e.b.and_(lane, e.u32(3))
         out = []
         for n in range(nt):
-            row = e.b.add(e.b.add(first, group), e.u32(8 * n))
-            row = e.b.select(e.b.icmp_signed("<", row, rows), row, e.b.sub(rows, e.u32(1)))
-            row = e.load(index, row, 1)[0]
+            row = _row_at(e, index, e.b.add(e.b.add(first, group), e.u32(8 * n)), rows)
             out.append(e.b.add(e.b.mul(row, pitch), e.b.shl(t, e.u32(2))))
         return out
 
@@ -268,62 +298,81 @@ def _store_sums(mt: int, nt: int) -> Any:
     return store
 
 
-def slice_kernel(form: Format, shape: SliceShape, epilogue: Any) -> Any:
+def slice_kernel(form: Format, shape: SliceShape, epilogue: Any, normed: bool) -> Any:
     """A kernel for few rows: each of `slices` warps multiplies its slice of K, then the sums are added in order.
 
-    Grid: (blocks of `shape.features` features, blocks of `shape.rows` rows); block: `shape.threads`; shared memory:
-    sums [slice, part, lane, 4] and norm factors [rows]. Arguments: codes, scales (layout.py); x, index [rows] (which
-    row of x; the identity but for the head), rows, units; norm (see NORM; squares of length 0 tiles: no norm); out:
-    the epilogue's own tuple. Twin: `layout.restore` and a float64 product.
+    Blocks stay and walk over the tiles; while `nt` finishing warps add the sums of one tile and run the epilogue, the
+    others already read the next. What does not depend on the kernel before (weights, row indexes) is read before
+    waiting for it.
+
+    Grid: (blocks that share the tiles, blocks of `shape.rows` rows); block: `shape.threads`; shared memory: two sets of
+    sums [group, part, slice, lane, 4], then norm factors [rows]. Arguments: codes, scales (layout.py); x, index [rows]
+    (which row of x; the identity but for the head), rows, units, tiles; norm (see NORM); out: the epilogue's own tuple.
+    Twin: `layout.restore` and a float64 product.
     """
     slices, mt, nt, groups, depth = shape.slices, shape.mt, shape.nt, shape.groups, shape.depth
     fetch, step, store = _fetch(form, mt, depth), _global_step(form, mt, nt, depth), _store_sums(mt, nt)
-    offsets, zero = _x_offsets(nt), zeros(4 * mt * nt)
-    parts, warps = mt * nt, slices * groups
-    factors = 512 * warps * parts  # byte offset of the norm factors
+    offsets, zero, norm_factors = _x_offsets(nt), zeros(4 * mt * nt), _norm_factors()
+    parts, workers, spacing = mt * nt, slices * groups, groups * mt
+    set_bytes = shape.set_bytes
 
     def kernel(codes, scales, x, index, rows, units, tiles, norm, out):
         lane = cuda.threadIdx.x & 31
         warp = cuda.threadIdx.x >> 5
-        slice_ = warp % slices
-        group = warp // slices
-        tile = (cuda.blockIdx.x * groups + group) * mt
         first_row = cuda.blockIdx.y * (8 * nt)
-        unit = first_unit(slice_, units, slices)
-        end = first_unit(slice_ + 1, units, slices)
-        acc = zero()
-        ahead = fetch(codes, scales, tile, tiles, units, unit, end, lane)
+        stride = cuda.gridDim.x * spacing
+        base = cuda.blockIdx.x * spacing
         let_next_start()
+        if warp < workers:
+            slice_ = warp % slices
+            group = warp // slices
+            first = first_unit(slice_, units, slices)
+            end = first_unit(slice_ + 1, units, slices)
+            place = ((group * parts) * slices + slice_) * 512 + lane * 16
+            ahead = fetch(codes, scales, base + group * mt, tiles, units, first, end, lane)
+            x_at = offsets(index, first_row, rows, units * 64, lane)
+            wait_for_previous()
+            while base < tiles:
+                acc = zero()
+                for unit in range(first, end, depth):
+                    now = ahead
+                    if unit + depth < end:
+                        ahead = fetch(codes, scales, base + group * mt, tiles, units, unit + depth, end, lane)
+                    elif base + stride < tiles:
+                        ahead = fetch(codes, scales, base + stride + group * mt, tiles, units, first, end, lane)
+                    acc = step(acc, now, x, x_at, units * 32, unit, end, lane)
+                store(acc, place, slices * 512)
+                cuda.syncthreads()
+                place = place + set_bytes if place < set_bytes else place - set_bytes
+                base += stride
+            return
+        n = warp - workers
+        column = n * 8 + (lane & 3) * 2
+        r0 = types.float32(1.0)
+        r1 = types.float32(1.0)
         wait_for_previous()
-        x_at = offsets(index, first_row, rows, units * 64, lane)
-        while unit + depth < end:
-            now = ahead
-            ahead = fetch(codes, scales, tile, tiles, units, unit + depth, end, lane)
-            acc = step(acc, now, x, x_at, units * 32, unit, end, lane)
-            unit += depth
-        acc = step(acc, ahead, x, x_at, units * 32, unit, end, lane)
-        store(acc, ((group * parts) * slices + slice_) * 512 + lane * 16, slices * 512)
-        squares, norm_tiles, inverse, epsilon = norm
-        if norm_tiles > 0:
-            for i in range(warp, min(8 * nt, rows - first_row), warps):
-                factor = norm_factor(squares, index[first_row + i], norm_tiles, inverse, epsilon, lane)
-                store_shared1(factors + 4 * i, factor)
-        cuda.syncthreads()
-        for i in range(warp, groups * parts, warps):
-            total = load_shared4((i * slices) * 512 + lane * 16)
-            a0, a1, b0, b1 = total
-            for s in range(1, slices):
-                more = load_shared4((i * slices + s) * 512 + lane * 16)
-                a0, a1 = add(a0, more[0]), add(a1, more[1])
-                b0, b1 = add(b0, more[2]), add(b1, more[3])
-            column = (i % nt) * 8 + (lane & 3) * 2
-            if norm_tiles > 0:
-                r0 = load_shared1(factors + 4 * column)
-                r1 = load_shared1(factors + 4 * column + 4)
-                a0, b0 = mul(a0, r0), mul(b0, r0)
-                a1, b1 = mul(a1, r1), mul(b1, r1)
-            at = (cuda.blockIdx.x * groups + i // parts) * mt + (i % parts) // nt
-            epilogue(out, a0, a1, b0, b1, at, at < tiles, first_row + column, rows, lane)
+        if normed:
+            squares, norm_tiles, inverse, epsilon = norm
+            if first_row + n * 8 < rows:
+                factor = norm_factors(squares, index, first_row + n * 8, rows, norm_tiles, inverse, epsilon, lane)
+                r0 = cuda.shfl_sync(0xFFFFFFFF, factor, (lane & 3) * 2)
+                r1 = cuda.shfl_sync(0xFFFFFFFF, factor, (lane & 3) * 2 + 1)
+        at = lane * 16
+        while base < tiles:
+            cuda.syncthreads()
+            for i in range(groups * mt):
+                part = at + (i * nt + n) * slices * 512
+                a0, a1, b0, b1 = load_shared4(part)
+                for s in range(1, slices):
+                    more = load_shared4(part + s * 512)
+                    a0, a1 = add(a0, more[0]), add(a1, more[1])
+                    b0, b1 = add(b0, more[2]), add(b1, more[3])
+                if normed:
+                    a0, b0 = mul(a0, r0), mul(b0, r0)
+                    a1, b1 = mul(a1, r1), mul(b1, r1)
+                epilogue(out, a0, a1, b0, b1, base + i, base + i < tiles, first_row + column, rows, lane)
+            at = at + set_bytes if at < set_bytes else at - set_bytes
+            base += stride
 
     return kernel
 
@@ -331,57 +380,83 @@ def slice_kernel(form: Format, shape: SliceShape, epilogue: Any) -> Any:
 # -- many rows
 
 
-def _stage(form: Format, shape: TileShape) -> Any:
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """How the threads of a tile kernel share the copying of one unit: 16-byte chunks, `threads` at a time."""
+
+    form: Format
+    shape: TileShape
+    plane = property(lambda self: self.shape.rows * UNIT * 2)  # bytes of the high (or low) halves of a stage
+    tiles = property(lambda self: self.shape.mt * self.shape.across)
+    code_chunks = property(lambda self: 8 * self.form.code_words)  # of a tile
+    scale_chunks = property(lambda self: 2 * self.form.scale_words)
+    counts = property(lambda self: (self.shape.rows * 16, self.tiles * self.code_chunks, self.tiles * self.scale_chunks))
+
+    def passes(self, count: int) -> int:
+        """How many chunks a thread copies of `count`, the last perhaps not."""
+        return -(-count // self.shape.threads)
+
+    @property
+    def total(self) -> int:
+        return sum(self.passes(count) for count in self.counts)
+
+
+def _sources(copies: Copies) -> Any:
+    """Macro: word offsets, for unit 0, of everything this thread will copy: [activations | codes | scales]."""
+    threads = copies.shape.threads
+
+    @macro(types.UniTuple(i32, copies.total))
+    def sources(
+        e: Emitter, index: Any, first_row: Any, rows: Any, tile: Any, tiles: Any, units: Any, thread: Any
+    ) -> Any:
+        b, out, last = e.b, [], e.b.sub(tiles, e.u32(1))
+        for p in range(copies.passes(copies.counts[0])):
+            chunk = b.add(thread, e.u32(p * threads))
+            row = _row_at(e, index, b.add(first_row, b.lshr(chunk, e.u32(4))), rows)
+            low, column = b.and_(b.lshr(chunk, e.u32(3)), e.u32(1)), b.and_(chunk, e.u32(7))
+            word = b.mul(b.add(b.shl(row, e.u32(1)), low), b.shl(units, e.u32(5)))
+            out.append(b.add(word, b.shl(column, e.u32(2))))
+        for count, chunks in zip(copies.counts[1:], (copies.code_chunks, copies.scale_chunks), strict=True):
+            for p in range(copies.passes(count)):
+                chunk = b.add(thread, e.u32(p * threads))
+                at = b.add(tile, b.udiv(chunk, e.u32(chunks)))
+                at = b.select(b.icmp_signed("<", at, last), at, last)
+                word = b.mul(b.mul(at, units), e.u32(4 * chunks))
+                out.append(b.add(word, b.shl(b.urem(chunk, e.u32(chunks)), e.u32(2))))
+        return out
+
+    return sources
+
+
+def _stage(copies: Copies) -> Any:
     """Macro: start copying one unit (activations, codes, scales) to shared memory at a byte offset.
 
     Activations lie as [high or low][row][8 chunks of 16 bytes], odd rows with their halves swapped, so that the 16-byte
     reads of two neighbouring rows touch different banks.
     """
-    threads, plane = shape.threads, shape.rows * UNIT * 2
-    tiles, code_chunks, scale_chunks = shape.mt * shape.across, 8 * form.code_words, 2 * form.scale_words
-
-    def each(e: Emitter, thread: Any, count: int, copy: Callable[[Any], None]) -> None:
-        """`copy(i)` for the i of this thread among `count`."""
-        for start in range(0, count, threads):
-            i = e.b.add(thread, e.u32(start))
-            if start + threads <= count:
-                copy(i)
-                continue
-            with e.b.if_then(e.b.icmp_unsigned("<", i, e.u32(count))):
-                copy(i)
+    threads, plane = copies.shape.threads, copies.plane
+    steps = (2 * UNIT // 4, 4 * copies.code_chunks, 4 * copies.scale_chunks)  # words from unit to unit
+    starts = (0, 2 * plane, 2 * plane + 16 * copies.counts[1])
 
     @macro(None)
-    def stage(
-        e: Emitter, offset: Any, codes: Any, scales: Any, x: Any, x_rows: Any, tile: Any, tiles_all: Any, units: Any,
-        unit: Any, thread: Any,
-    ) -> None:  # fmt: skip
-        b, last = e.b, e.b.sub(tiles_all, e.u32(1))
-
-        def copy_x(i: Any) -> None:
-            row, chunk = b.lshr(i, e.u32(4)), b.and_(i, e.u32(15))
-            low, column = b.lshr(chunk, e.u32(3)), b.and_(chunk, e.u32(7))
-            place = b.xor(column, b.shl(b.and_(row, e.u32(1)), e.u32(2)))
-            target = b.add(b.mul(low, e.u32(plane)), b.add(b.shl(row, e.u32(7)), b.shl(place, e.u32(4))))
-            base = e.load_shared(b.add(x_rows, b.shl(row, e.u32(2))), 1)[0]
-            word = b.add(b.mul(b.add(b.shl(base, e.u32(1)), low), b.shl(units, e.u32(5))), b.shl(unit, e.u32(5)))
-            e.copy_async(b.add(offset, target), x, b.add(word, b.shl(column, e.u32(2))))
-
-        def copy_part(pointer: Any, chunks: int, start: int) -> Callable[[Any], None]:
-            def copy(i: Any) -> None:
-                of, chunk = b.udiv(i, e.u32(chunks)), b.urem(i, e.u32(chunks))
-                at = b.add(tile, of)
-                at = b.select(b.icmp_signed("<", at, last), at, last)
-                base = e.i64(b.add(b.mul(at, units), unit))
-                word = b.add(b.mul(base, e.i64(4 * chunks)), e.i64(b.shl(chunk, e.u32(2))))
-                e.copy_async(b.add(offset, b.add(e.u32(start), b.shl(i, e.u32(4)))), pointer, word)
-
-            return copy
-
-        each(e, thread, shape.rows * 16, copy_x)
-        each(e, thread, tiles * code_chunks, copy_part(codes, code_chunks, 2 * plane))
-        if scale_chunks:
-            start = 2 * plane + tiles * code_chunks * 16
-            each(e, thread, tiles * scale_chunks, copy_part(scales, scale_chunks, start))
+    def stage(e: Emitter, offset: Any, x: Any, codes: Any, scales: Any, sources: Any, unit: Any, thread: Any) -> None:
+        b = e.b
+        row, column = b.lshr(thread, e.u32(4)), b.and_(thread, e.u32(7))
+        low = b.and_(b.lshr(thread, e.u32(3)), e.u32(1))
+        swapped = b.xor(column, b.shl(b.and_(row, e.u32(1)), e.u32(2)))
+        x_at = b.add(b.mul(low, e.u32(plane)), b.add(b.shl(row, e.u32(7)), b.shl(swapped, e.u32(4))))
+        left = list(sources)
+        for count, step, start, pointer in zip(copies.counts, steps, starts, (x, codes, scales), strict=True):
+            along = b.mul(unit, e.u32(step))
+            for p in range(copies.passes(count)):
+                source = b.add(left.pop(0), along)
+                at = b.add(x_at, e.u32(p * threads * 8)) if start == 0 else b.shl(thread, e.u32(4))
+                target = b.add(b.add(offset, at), e.u32(0 if start == 0 else start + p * threads * 16))
+                if (p + 1) * threads <= count:
+                    e.copy_async(target, pointer, source)
+                    continue
+                with b.if_then(b.icmp_unsigned("<", b.add(thread, e.u32(p * threads)), e.u32(count))):
+                    e.copy_async(target, pointer, source)
 
     return stage
 
@@ -436,20 +511,20 @@ def _add_sums(parts: int, threads: int) -> Any:
     return add
 
 
-def tile_kernel(form: Format, shape: TileShape, epilogue: Any) -> Any:
+def tile_kernel(form: Format, shape: TileShape, epilogue: Any, normed: bool) -> Any:
     """A kernel for many rows: the same operations as `slice_kernel`, slice after slice in each warp.
 
     Grid: (blocks of `shape.rows` rows, blocks of `shape.features` features): neighbours share weights in L2. Shared
-    memory: rows of x and norm factors [rows], totals [part, thread, 4], then `stages` stages of one unit.
+    memory: norm factors [rows], totals [part, thread, 4], then `stages` stages of one unit.
     """
     slices, mt, nt, stages, threads = shape.slices, shape.mt, shape.nt, shape.stages, shape.threads
-    rows_a_block, parts, warps = shape.rows, shape.mt * shape.nt, shape.threads // 32
-    stage, step, add_sums = _stage(form, shape), _shared_step(form, shape), _add_sums(parts, threads)
-    zero, wait = zeros(4 * parts), copy_wait(stages - 2)
+    rows_a_block, parts, warps, across = shape.rows, shape.mt * shape.nt, shape.threads // 32, shape.across
+    copies = Copies(form, shape)
+    sources, stage, step = _sources(copies), _stage(copies), _shared_step(form, shape)
+    add_sums, zero, wait, norm_factors = _add_sums(parts, threads), zeros(4 * parts), copy_wait(stages - 2), _norm_factors()
     totals = 4 * rows_a_block
     ring = totals + 16 * parts * threads
     stage_bytes = shape.stage_bytes(form)
-    across = shape.across
 
     def kernel(codes, scales, x, index, rows, units, tiles, norm, out):
         thread = cuda.threadIdx.x
@@ -458,14 +533,18 @@ def tile_kernel(form: Format, shape: TileShape, epilogue: Any) -> Any:
         first_row = cuda.blockIdx.x * rows_a_block
         tile = cuda.blockIdx.y * (mt * across)
         let_next_start()
+        source = sources(index, first_row, rows, tile, tiles, units, thread)
         wait_for_previous()
-        for i in range(thread, rows_a_block, threads):
-            _store_index(4 * i, index[min(first_row + i, rows - 1)])
-        cuda.syncthreads()
         for ahead in range(stages - 1):
             if ahead < units:
-                stage(ring + ahead * stage_bytes, codes, scales, x, 0, tile, tiles, units, ahead, thread)
+                stage(ring + ahead * stage_bytes, x, codes, scales, source, ahead, thread)
             copy_commit()
+        if normed:
+            squares, norm_tiles, inverse, epsilon = norm
+            for i in range(8 * warp, min(rows_a_block, rows - first_row), 8 * warps):
+                factor = norm_factors(squares, index, first_row + i, rows, norm_tiles, inverse, epsilon, lane)
+                if lane < 8:
+                    store_shared1(4 * (i + lane), factor)
         for s in range(slices):
             acc = zero()
             for unit in range(first_unit(s, units, slices), first_unit(s + 1, units, slices)):
@@ -473,22 +552,14 @@ def tile_kernel(form: Format, shape: TileShape, epilogue: Any) -> Any:
                 cuda.syncthreads()
                 ahead = unit + stages - 1
                 if ahead < units:
-                    at = ring + ahead % stages * stage_bytes
-                    stage(at, codes, scales, x, 0, tile, tiles, units, ahead, thread)
+                    stage(ring + ahead % stages * stage_bytes, x, codes, scales, source, ahead, thread)
                 copy_commit()
                 acc = step(acc, ring + unit % stages * stage_bytes, warp, lane)
             add_sums(acc, totals + 16 * thread, 1 if s == 0 else 0)
-        squares, norm_tiles, inverse, epsilon = norm
-        if norm_tiles > 0:
-            cuda.syncthreads()
-            for i in range(warp, min(rows_a_block, rows - first_row), warps):
-                factor = norm_factor(squares, index[first_row + i], norm_tiles, inverse, epsilon, lane)
-                store_shared1(4 * i, factor)
-        cuda.syncthreads()
         for i in range(parts):
             a0, a1, b0, b1 = load_shared4(totals + (i * threads + thread) * 16)
             column = (warp // across) * (8 * nt) + (i % nt) * 8 + (lane & 3) * 2
-            if norm_tiles > 0:
+            if normed:
                 r0 = load_shared1(4 * column)
                 r1 = load_shared1(4 * column + 4)
                 a0, b0 = mul(a0, r0), mul(b0, r0)
@@ -497,11 +568,6 @@ def tile_kernel(form: Format, shape: TileShape, epilogue: Any) -> Any:
             epilogue(out, a0, a1, b0, b1, at, at < tiles, first_row + column, rows, lane)
 
     return kernel
-
-
-@macro(None)
-def _store_index(e: Emitter, offset: Any, value: Any) -> None:
-    e.store_shared(offset, [value])
 
 
 def signature(out: Any) -> Any:
