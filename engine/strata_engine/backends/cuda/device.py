@@ -31,7 +31,7 @@ class DeviceError(RuntimeError):
     """The GPU or its driver refused something."""
 
 
-class OutOfMemory(DeviceError):
+class OutOfMemoryError(DeviceError):
     """An allocation did not fit."""
 
 
@@ -40,12 +40,12 @@ def check(result: tuple[Any, ...]) -> Any:
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
         name = getattr(error, "name", str(error))
-        kind = OutOfMemory if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else DeviceError
+        kind = OutOfMemoryError if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else DeviceError
         raise kind(f"CUDA: {name}")
     return values[0] if len(values) == 1 else values or None
 
 
-def available() -> str | None:
+def why_unavailable() -> str | None:
     """None if a GPU answers, else why not."""
     try:
         check(driver.cuInit(0))
@@ -193,7 +193,9 @@ def flatten_values(values: Sequence[Any]) -> list[Any]:
         if isinstance(value, tuple):
             out += flatten_values(value)
         else:
-            out.append(value.address if isinstance(value, Buffer) else value.item() if isinstance(value, np.generic) else value)
+            out.append(
+                value.address if isinstance(value, Buffer) else value.item() if isinstance(value, np.generic) else value
+            )
     return out
 
 

@@ -1,4 +1,4 @@
-"""A weight matrix on the device, and which kernel multiplies it for how many rows."""
+"""A matmul of the forward: weights on the device, an epilogue, and the kernel for each number of rows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from .device import Buffer, Device, KernelSpec
-from .layout import TILE, UNIT, Format
+from .device import Device, KernelSpec
+from .layout import Format
+from .plan import MOST_SLICE_ROWS, slice_shape, slices_of, tile_shape
 from .shapes import SliceShape, TileShape
-
-MAX_SLICE_ROWS = 32  # from here on the tile kernel
+from .weights import Weights
 
 
 def build_matmul(form: Format, shape: SliceShape | TileShape, epilogue: str) -> tuple[Any, Any]:
@@ -38,41 +38,44 @@ def tile_spec(form: Format, shape: TileShape, epilogue: str, blocks: int = 1) ->
 
 
 @dataclass(slots=True)
-class Weights:
-    """A matrix [features, inputs] in lane order on the device."""
+class Linear:
+    """One matrix and what is done with its products."""
 
-    form: Format
-    features: int
-    inputs: int
-    codes: Buffer
-    scales: Buffer
+    weights: Weights
+    epilogue: str
+    processors: int  # multiprocessors of the device
 
-    @property
-    def tiles(self) -> int:
-        return -(-self.features // TILE)
+    def choose(self, rows: int) -> tuple[KernelSpec, SliceShape | TileShape]:
+        """The kernel for a step of `rows` rows."""
+        w = self.weights
+        slices = slices_of(w.units)
+        if rows <= MOST_SLICE_ROWS:
+            small, blocks = slice_shape(w.form, slices, w.units, rows)
+            return slice_spec(w.form, small, self.epilogue, blocks), small
+        large, blocks = tile_shape(w.form, slices, w.tiles, rows, self.processors)
+        return tile_spec(w.form, large, self.epilogue, blocks), large
 
-    @property
-    def units(self) -> int:
-        return -(-self.inputs // UNIT)
-
-    @property
-    def bytes(self) -> int:
-        return self.tiles * self.units * (512 * self.form.vectors + 32 * self.form.scale_words)
+    def run(self, device: Device, rows: int, x: Any, index: Any, norm: Any, out: Any) -> None:
+        """Queue the product; arguments as in matmul.slice_kernel."""
+        spec, shape = self.choose(rows)
+        run = run_slice if isinstance(shape, SliceShape) else run_tile
+        run(device, spec, shape, self.weights, rows, x, index, norm, out)
 
 
 def run_slice(
-    device: Device, spec: KernelSpec, shape: SliceShape, w: Weights, rows: int, x: Any, index: Any, norm: Any, out: Any
+    device: Device, spec: KernelSpec, shape: Any, w: Weights, rows: int, x: Any, index: Any, norm: Any, out: Any
 ) -> None:
-    """Launch a slice kernel."""
+    """Launch a slice kernel: as many blocks as fit at once, which share the tiles."""
     down = -(-rows // shape.rows)
     across = min(-(-w.tiles // (shape.mt * shape.groups)), max(1, device.multiprocessors * spec.blocks // down))
-    grid = (across, down)
-    device.launch(device.load(spec), grid, w.codes, w.scales, x, index, rows, w.units, w.tiles, norm, out)
+    args = (w.codes, w.scales, x, index, rows, w.units, w.tiles, norm, out)
+    device.launch(device.load(spec), (across, down), *args)
 
 
 def run_tile(
-    device: Device, spec: KernelSpec, shape: TileShape, w: Weights, rows: int, x: Any, index: Any, norm: Any, out: Any
+    device: Device, spec: KernelSpec, shape: Any, w: Weights, rows: int, x: Any, index: Any, norm: Any, out: Any
 ) -> None:
-    """Launch a tile kernel."""
+    """Launch a tile kernel, a block for each tile of rows and features."""
     grid = (-(-rows // shape.rows), -(-w.tiles // (shape.mt * shape.across)))
-    device.launch(device.load(spec), grid, w.codes, w.scales, x, index, rows, w.units, w.tiles, norm, out)
+    args = (w.codes, w.scales, x, index, rows, w.units, w.tiles, norm, out)
+    device.launch(device.load(spec), grid, *args)

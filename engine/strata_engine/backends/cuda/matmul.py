@@ -390,7 +390,9 @@ class Copies:
     tiles = property(lambda self: self.shape.mt * self.shape.across)
     code_chunks = property(lambda self: 8 * self.form.code_words)  # of a tile
     scale_chunks = property(lambda self: 2 * self.form.scale_words)
-    counts = property(lambda self: (self.shape.rows * 16, self.tiles * self.code_chunks, self.tiles * self.scale_chunks))
+    counts = property(
+        lambda self: (self.shape.rows * 16, self.tiles * self.code_chunks, self.tiles * self.scale_chunks)
+    )
 
     def passes(self, count: int) -> int:
         """How many chunks a thread copies of `count`, the last perhaps not."""
@@ -521,7 +523,12 @@ def tile_kernel(form: Format, shape: TileShape, epilogue: Any, normed: bool) -> 
     rows_a_block, parts, warps, across = shape.rows, shape.mt * shape.nt, shape.threads // 32, shape.across
     copies = Copies(form, shape)
     sources, stage, step = _sources(copies), _stage(copies), _shared_step(form, shape)
-    add_sums, zero, wait, norm_factors = _add_sums(parts, threads), zeros(4 * parts), copy_wait(stages - 2), _norm_factors()
+    add_sums, zero, wait, norm_factors = (
+        _add_sums(parts, threads),
+        zeros(4 * parts),
+        copy_wait(stages - 2),
+        _norm_factors(),
+    )
     totals = 4 * rows_a_block
     ring = totals + 16 * parts * threads
     stage_bytes = shape.stage_bytes(form)

@@ -1,0 +1,105 @@
+"""Which kernel shape serves which step: figures measured on an H200, rules that hold on any GPU.
+
+Shapes change speed, never results. What does decide results, the number of slices of a matrix, depends on the matrix
+alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from .device import KernelSpec
+from .layout import Format
+from .shapes import THREADS, AttentionShape, SliceShape, TileShape
+
+MOST_SLICE_ROWS = 32  # more rows than this take the tile kernel
+SPREAD_ROWS = 32  # up to here the cells of a row are spread over blocks
+
+
+def slices_of(units: int) -> int:
+    """Into how many slices K is cut: at most 16, each of at least two units where there are enough."""
+    if units <= 16:
+        return units
+    return 16 if units >= 32 else -(-units // 2)
+
+
+def slice_shape(form: Format, slices: int, units: int, rows: int) -> tuple[SliceShape, int]:
+    """(shape, blocks a multiprocessor) of the slice kernel."""
+    nt = -(-min(rows, MOST_SLICE_ROWS) // 8)
+    depth = min(2, -(-units // slices)) if form.codes == "q4" else 1
+    shape = SliceShape(slices, 1, nt, 1, depth)
+    warps = {1: 32, 2: 24}.get(nt, 16)
+    return shape, max(1, warps // (shape.threads // 32))
+
+
+TILE_SHAPES = ((4, 4, 2, 2, 2, 2), (2, 4, 4, 2, 3, 1), (2, 2, 2, 4, 3, 1))  # mt, nt, across, down, stages, blocks
+TILE_COSTS = (1.0, 1.15, 1.3)  # time a product and row, against the first, when the GPU is full
+
+
+def tile_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[TileShape, int]:
+    """(shape, blocks a multiprocessor) of the tile kernel: the one whose last wave wastes least."""
+
+    def cost(i: int) -> float:
+        shape, blocks = TileShape(slices, *TILE_SHAPES[i][:5]), TILE_SHAPES[i][5]
+        count = -(-tiles * 16 // shape.features) * -(-rows // shape.rows)
+        waves = -(-count // (processors * blocks))
+        return waves * shape.features * shape.rows * blocks * TILE_COSTS[i]
+
+    best = min(range(len(TILE_SHAPES)), key=cost)
+    return TileShape(slices, *TILE_SHAPES[best][:5]), TILE_SHAPES[best][5]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Attention shapes of a model: heads that share a key-value head, size of a head's cells, parts of a cell."""
+
+    heads: int
+    cell_dim: int
+    parts: int
+    groups: int  # most groups of chunks a query sees
+
+    def choose(self, bucket: int) -> tuple[KernelSpec, AttentionShape, int]:
+        """(kernel, its shape, blocks a tile) for a step of `bucket` rows."""
+        spread = bucket <= SPREAD_ROWS
+        heads = next(h for h in range(min(16, self.heads), 0, -1) if self.heads % h == 0)
+        shape = AttentionShape(self.cell_dim, heads, self.parts, 1 if spread else 2, spread)
+        return attention_spec(shape), shape, min(16, self.groups) if spread else 1
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch of one head tile of one query tile."""
+        shape = AttentionShape(self.cell_dim, 1, self.parts, 1)
+        return self.groups * shape.partial_floats * 4
+
+
+def _build_attention(shape: AttentionShape) -> tuple[Any, Any]:
+    from .attention import SIGNATURE, attention_kernel
+
+    return attention_kernel(shape), SIGNATURE
+
+
+def attention_spec(shape: AttentionShape) -> KernelSpec:
+    name = f"attention_{shape.head_dim}_{shape.heads}_{shape.parts}_{shape.mt}_{'spread' if shape.spread else 'whole'}"
+    return KernelSpec(name, functools.partial(_build_attention, shape), THREADS, shape.shared_bytes)
+
+
+def _build_embed(form: Format) -> tuple[Any, Any]:
+    from .elementwise import EMBED_SIGNATURE, embed_kernel
+
+    return embed_kernel(form), EMBED_SIGNATURE
+
+
+def embed_spec(form: Format) -> KernelSpec:
+    return KernelSpec(f"embed_{form.name}", functools.partial(_build_embed, form), 256)
+
+
+def _build_argmax() -> tuple[Any, Any]:
+    from .elementwise import ARGMAX_SIGNATURE, argmax_kernel
+
+    return argmax_kernel(), ARGMAX_SIGNATURE
+
+
+def argmax_spec() -> KernelSpec:
+    return KernelSpec("argmax", _build_argmax, 256)
