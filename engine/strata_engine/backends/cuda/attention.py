@@ -16,6 +16,7 @@ Online softmax merge: Milakov and Gimelshein 2018. Twin: `attend_rows`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from numba import cuda, types
@@ -127,7 +128,8 @@ def _merge_chunks(shape: AttentionShape) -> Any:
             cells = [e.variable(value) for value in _empty(e)]
             piece = b.add(warp, e.u32(quad * WARPS))
             for chunk in range(WARPS):
-                with b.if_then(b.icmp_signed("<", e.u32(chunk), chunks)):
+                there = b.icmp_signed("<", e.u32(chunk), chunks)
+                with b.if_then(there) if shape.spread else nullcontext():
                     at = b.add(b.shl(piece, e.u32(9)), b.shl(lane, e.u32(4)))
                     o = e.load_shared(b.add(at, e.u32(512 * chunk * mt * features)), 4)
                     sums = b.add(b.shl(group, e.u32(3)), e.u32(_sums_at(shape, chunk, m)))

@@ -137,6 +137,10 @@ class CudaBackend:
             print(f"strata-engine: the GPU failed: {error}", file=sys.stderr, flush=True)
             os._exit(70)
 
+    def copy_bandwidth(self) -> float:
+        """Bytes a second read and written by a device-to-device copy, for benchmarks."""
+        return self._device.copy_bandwidth()
+
     def close(self) -> None:
         self._device.close()
 

@@ -361,6 +361,17 @@ class Device:
         check(driver.cuEventSynchronize(end))
         return float(check(driver.cuEventElapsedTime(start, end)))
 
+    def copy_bandwidth(self, size: int = 1 << 30, repeats: int = 5) -> float:
+        """Bytes a second read and written by a copy of `size` bytes within the device: the median."""
+        source, target, rates = self.allocate(size), self.allocate(size), []
+        for _ in range(repeats + 1):
+            start = self.event()
+            check(driver.cuMemcpyDtoDAsync(target.address, source.address, size, self.stream))
+            rates.append(2 * size / self.elapsed_ms(start, self.event()) * 1e3)
+        self.free(source)
+        self.free(target)
+        return sorted(rates[1:])[repeats // 2]
+
     def close(self) -> None:
         """Give everything back."""
         self.synchronize()

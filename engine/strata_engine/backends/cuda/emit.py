@@ -214,16 +214,15 @@ class Emitter:
             vector = self.b.insert_element(vector, value, self.u32(i))
         self.b.store(vector, self.b.bitcast(pointer, ir.PointerType(kind, SHARED)), align=4 * len(values))
 
-    def copy_async(self, offset: Any, pointer: Any, index: Any) -> None:
-        """Start copying the 16 bytes at a word index of global memory to a byte offset of shared memory."""
+    def copy_async(self, offset: Any, pointer: Any, index: Any, count: int = 4) -> None:
+        """Start copying `count` (2 or 4) words at a word index of global memory to a byte offset of shared memory."""
         source = self.b.gep(pointer, [self.i64(index)])
         if self.cc < (8, 0):
-            self.store_shared(offset, self._vector(source, 4))
+            self.store_shared(offset, self._vector(source, count))
             return
         target = self.b.ptrtoint(self.shared(offset), I32)
-        self.asm(
-            "cp.async.cg.shared.global [$0], [$1], 16;", ir.VoidType(), "r,l,~{memory}", target, source, effect=True
-        )
+        text = f"cp.async.{'cg' if count == 4 else 'ca'}.shared.global [$0], [$1], {4 * count};"
+        self.asm(text, ir.VoidType(), "r,l,~{memory}", target, source, effect=True)
 
     def bits(self, value: Any) -> Any:
         return self.b.bitcast(value, I32)

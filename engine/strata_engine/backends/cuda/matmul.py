@@ -212,59 +212,69 @@ def _lane_sums(e: Emitter, squares: Any, starts: list[Any], tiles: Any, lane: An
 NORM = types.Tuple((F32Ptr, i32, f32, f32))  # squares [row, tiles], tiles, 1 / K, epsilon
 
 
-def _fetch(form: Format, mt: int, depth: int) -> Any:
-    """Macro: the codes and scales of `depth` units from `unit` on, zeros from `end` on."""
-    cw, sw, vectors = form.code_words, form.scale_words, form.vectors
+def _copy_units(form: Format, shape: SliceShape) -> Any:
+    """Macro: start copying `depth` units of a warp's tiles to a slot of its ring; nothing from unit `end` on.
 
-    @macro(words(depth * mt * (cw + sw)))
-    def fetch(
-        e: Emitter, codes: Any, scales: Any, tile: Any, tiles: Any, units: Any, unit: Any, end: Any, lane: Any
-    ) -> Any:
-        out = []
-        last = e.b.sub(tiles, e.u32(1))
-        group = e.b.lshr(lane, e.u32(2))
-        for d in range(depth):
-            at = e.b.add(unit, e.u32(d))
-            valid = e.b.icmp_signed("<", at, end)
-            at = e.b.select(valid, at, e.b.sub(end, e.u32(1)))
-            for m in range(mt):
-                row = e.b.add(tile, e.u32(m))
-                row = e.b.select(e.b.icmp_signed("<", row, last), row, last)
-                base = e.i64(e.b.add(e.b.mul(row, units), at))
-                word = e.b.add(e.b.mul(base, e.i64(32 * cw)), e.i64(e.b.shl(lane, e.u32(2))))
-                got = [v for i in range(vectors) for v in e.load_once(codes, e.b.add(word, e.i64(128 * i)), 4)]
-                if form.scale == "none":
-                    out += [e.b.select(valid, v, e.u32(0)) for v in got]
-                    continue
-                step = min(4, sw)
-                word = e.b.add(e.b.mul(base, e.i64(8 * sw)), e.i64(e.b.mul(group, e.u32(sw))))
-                raw = [v for i in range(0, sw, step) for v in e.load_once(scales, e.b.add(word, e.i64(i)), step)]
-                out += got + [e.b.select(valid, v, e.u32(0)) for v in raw]
-        return out
+    Every lane copies just what it will read itself, so that no lane waits for another.
+    """
+    mt, vectors, cw, sw = shape.mt, form.vectors, form.code_words, form.scale_words
+    each = shape.unit_bytes(form)
 
-    return fetch
+    @macro(None)
+    def copy(
+        e: Emitter, slot: Any, codes: Any, scales: Any, tile: Any, tiles: Any, units: Any, unit: Any, end: Any, lane: Any
+    ) -> None:
+        b, last = e.b, e.b.sub(tiles, e.u32(1))
+        group, lane4 = b.lshr(lane, e.u32(2)), b.shl(lane, e.u32(2))
+        for d in range(shape.depth):
+            at = b.add(unit, e.u32(d))
+            with b.if_then(b.icmp_signed("<", at, end)):
+                for m in range(mt):
+                    row = b.add(tile, e.u32(m))
+                    row = b.select(b.icmp_signed("<", row, last), row, last)
+                    base = e.i64(b.add(b.mul(row, units), at))
+                    target = b.add(slot, e.u32((d * mt + m) * each))
+                    word = b.add(b.mul(base, e.i64(e.u32(32 * cw))), e.i64(lane4))
+                    own = b.add(target, b.shl(lane, e.u32(4)))
+                    for v in range(vectors):
+                        e.copy_async(b.add(own, e.u32(512 * v)), codes, b.add(word, e.i64(e.u32(128 * v))))
+                    word = b.add(b.mul(base, e.i64(e.u32(8 * sw))), e.i64(b.mul(group, e.u32(sw))))
+                    own = b.add(b.add(target, e.u32(512 * vectors)), b.mul(lane, e.u32(4 * min(4, sw))))
+                    for v in range(0, sw, 4):
+                        e.copy_async(b.add(own, e.u32(128 * v)), scales, b.add(word, e.i64(e.u32(v))), min(4, sw))
+
+    return copy
 
 
-def _global_step(form: Format, mt: int, nt: int, depth: int) -> Any:
-    """Macro: add `depth` fetched units to acc, activations from global memory at word offsets `x_at` [nt]."""
-    each = form.code_words + form.scale_words
+def _slice_step(form: Format, shape: SliceShape) -> Any:
+    """Macro: add the `depth` units of a ring slot to acc, activations from global memory at word offsets `x_at` [nt]."""
+    mt, nt, vectors, sw = shape.mt, shape.nt, form.vectors, form.scale_words
+    each = shape.unit_bytes(form)
 
     @macro(lambda acc, *rest: acc)
-    def step(
-        e: Emitter, acc: Any, fetched: Any, x: Any, x_at: Any, half_pitch: Any, unit: Any, end: Any, lane: Any
-    ) -> Any:
-        for d in range(depth):
-            at = e.b.add(unit, e.u32(d))
-            at = e.b.select(e.b.icmp_signed("<", at, end), at, e.b.sub(end, e.u32(1)))
-            offset = e.b.shl(at, e.u32(5))
+    def step(e: Emitter, acc: Any, slot: Any, x: Any, x_at: Any, half_pitch: Any, unit: Any, end: Any, lane: Any) -> Any:
+        b = e.b
+        for d in range(shape.depth):
+            at = b.add(unit, e.u32(d))
+            valid = b.icmp_signed("<", at, end)
+            at = b.select(valid, at, b.sub(end, e.u32(1)))
+            offset = b.shl(at, e.u32(5))
 
             def load_x(n: int, half: int, offset: Any = offset) -> tuple[list[Any], list[Any]]:
-                word = e.b.add(e.b.add(x_at[n], offset), e.u32(16 * half))
-                return e.load(x, word, 4), e.load(x, e.b.add(word, half_pitch), 4)
+                word = b.add(b.add(x_at[n], offset), e.u32(16 * half))
+                return e.load(x, word, 4), e.load(x, b.add(word, half_pitch), 4)
 
-            own = fetched[d * mt * each : (d + 1) * mt * each]
-            codes = [w for m in range(mt) for w in own[m * each : m * each + form.code_words]]
-            scales = [w for m in range(mt) for w in own[m * each + form.code_words : (m + 1) * each]]
+            codes, scales = [], []
+            for m in range(mt):
+                base = b.add(slot, e.u32((d * mt + m) * each))
+                own = b.add(base, b.shl(lane, e.u32(4)))
+                codes += [w for v in range(vectors) for w in e.load_shared(b.add(own, e.u32(512 * v)), 4)]
+                own = b.add(b.add(base, e.u32(512 * vectors)), b.mul(lane, e.u32(4 * min(4, sw))))
+                scales += [w for v in range(0, sw, 4) for w in e.load_shared(b.add(own, e.u32(128 * v)), min(4, sw))]
+            if d:  # the first unit of a step always exists
+                scales = [b.select(valid, w, e.u32(0)) for w in scales]
+                if form.codes == "f16":
+                    codes = [b.select(valid, w, e.u32(0)) for w in codes]
             acc = unit_step(e, form, mt, nt, acc, codes, scales, load_x, lane)
         return acc
 
@@ -302,19 +312,20 @@ def slice_kernel(form: Format, shape: SliceShape, epilogue: Any, normed: bool) -
     """A kernel for few rows: each of `slices` warps multiplies its slice of K, then the sums are added in order.
 
     Blocks stay and walk over the tiles; while `nt` finishing warps add the sums of one tile and run the epilogue, the
-    others already read the next. What does not depend on the kernel before (weights, row indexes) is read before
-    waiting for it.
+    others already multiply the next. Each warp keeps `stages` copies of weights under way into a ring of its own in
+    shared memory, across tiles: that many bytes in flight is what reading at full speed takes. What does not depend on
+    the kernel before (weights, row indexes) is read before waiting for it.
 
     Grid: (blocks that share the tiles, blocks of `shape.rows` rows); block: `shape.threads`; shared memory: two sets of
-    sums [group, part, slice, lane, 4], then norm factors [rows]. Arguments: codes, scales (layout.py); x, index [rows]
+    sums [group, part, slice, lane, 4], then a ring a warp. Arguments: codes, scales (layout.py); x, index [rows]
     (which row of x; the identity but for the head), rows, units, tiles; norm (see NORM); out: the epilogue's own tuple.
     Twin: `layout.restore` and a float64 product.
     """
     slices, mt, nt, groups, depth = shape.slices, shape.mt, shape.nt, shape.groups, shape.depth
-    fetch, step, store = _fetch(form, mt, depth), _global_step(form, mt, nt, depth), _store_sums(mt, nt)
+    copy, step, store = _copy_units(form, shape), _slice_step(form, shape), _store_sums(mt, nt)
     offsets, zero, norm_factors = _x_offsets(nt), zeros(4 * mt * nt), _norm_factors()
-    parts, workers, spacing = mt * nt, slices * groups, groups * mt
-    set_bytes = shape.set_bytes
+    parts, workers, spacing, set_bytes = mt * nt, slices * groups, groups * mt, shape.set_bytes
+    stages, slot_bytes, wait = shape.stages, shape.slot_bytes(form), copy_wait(shape.stages - 1)
 
     def kernel(codes, scales, x, index, rows, units, tiles, norm, out):
         lane = cuda.threadIdx.x & 31
@@ -329,18 +340,37 @@ def slice_kernel(form: Format, shape: SliceShape, epilogue: Any, normed: bool) -
             first = first_unit(slice_, units, slices)
             end = first_unit(slice_ + 1, units, slices)
             place = ((group * parts) * slices + slice_) * 512 + lane * 16
-            ahead = fetch(codes, scales, base + group * mt, tiles, units, first, end, lane)
+            ring = 2 * set_bytes + warp * (stages * slot_bytes)
+            next_tile = base + group * mt
+            next_unit = first
+            for i in range(stages - 1):
+                if next_tile < tiles:
+                    copy(ring + i * slot_bytes, codes, scales, next_tile, tiles, units, next_unit, end, lane)
+                copy_commit()
+                next_unit += depth
+                if next_unit >= end:
+                    next_unit = first
+                    next_tile += stride
             x_at = offsets(index, first_row, rows, units * 64, lane)
+            slot = ring
+            next_slot = ring + (stages - 1) * slot_bytes
             wait_for_previous()
             while base < tiles:
                 acc = zero()
                 for unit in range(first, end, depth):
-                    now = ahead
-                    if unit + depth < end:
-                        ahead = fetch(codes, scales, base + group * mt, tiles, units, unit + depth, end, lane)
-                    elif base + stride < tiles:
-                        ahead = fetch(codes, scales, base + stride + group * mt, tiles, units, first, end, lane)
-                    acc = step(acc, now, x, x_at, units * 32, unit, end, lane)
+                    if next_tile < tiles:
+                        copy(next_slot, codes, scales, next_tile, tiles, units, next_unit, end, lane)
+                    copy_commit()
+                    next_unit += depth
+                    if next_unit >= end:
+                        next_unit = first
+                        next_tile += stride
+                    next_slot = slot
+                    wait()
+                    acc = step(acc, slot, x, x_at, units * 32, unit, end, lane)
+                    slot += slot_bytes
+                    if slot == ring + stages * slot_bytes:
+                        slot = ring
                 store(acc, place, slices * 512)
                 cuda.syncthreads()
                 place = place + set_bytes if place < set_bytes else place - set_bytes

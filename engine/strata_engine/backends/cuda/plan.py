@@ -15,6 +15,8 @@ from .layout import Format
 from .shapes import THREADS, AttentionShape, SliceShape, TileShape
 
 MOST_SLICE_ROWS = 32  # more rows than this take the tile kernel
+RING_BYTES = 96 << 10  # shared memory of a multiprocessor for weights under way
+SHARED_BYTES = 220 << 10  # what blocks may use of a multiprocessor's shared memory
 SPREAD_ROWS = 32  # up to here the cells of a row are spread over blocks
 
 
@@ -25,17 +27,21 @@ def slices_of(units: int) -> int:
     return 16 if units >= 32 else -(-units // 2)
 
 
-def slice_shape(form: Format, slices: int, units: int, rows: int) -> tuple[SliceShape, int]:
+def slice_shape(form: Format, slices: int, tiles: int, units: int, rows: int, processors: int) -> tuple[SliceShape, int]:
     """(shape, blocks a multiprocessor) of the slice kernel."""
     nt = -(-min(rows, MOST_SLICE_ROWS) // 8)
-    depth = min(2, -(-units // slices)) if form.codes == "q4" else 1
-    shape = SliceShape(slices, 1, nt, 1, depth)
-    warps = {1: 32, 2: 24}.get(nt, 16)
-    return shape, max(1, warps // (shape.threads // 32))
+    mt = 2 if nt == 1 and tiles >= 6 * processors else 1  # two tiles share what they read of the activations
+    depth = min(2, -(-units // slices)) if form.codes == "q4" and nt * mt == 1 else 1
+    warps = slices + nt
+    blocks = max(1, 26 // warps) if nt == 1 else 1
+    stage = slices * SliceShape(slices, mt, nt, 1, depth).slot_bytes(form)
+    stages = max(2, min(8, RING_BYTES // (blocks * stage)))
+    return SliceShape(slices, mt, nt, 1, depth, stages), blocks
 
 
-TILE_SHAPES = ((4, 4, 2, 2, 2, 2), (2, 4, 4, 2, 3, 1), (2, 2, 2, 4, 3, 1))  # mt, nt, across, down, stages, blocks
-TILE_COSTS = (1.0, 1.15, 1.3)  # time a product and row, against the first, when the GPU is full
+# mt, nt, across, down, stages, blocks
+TILE_SHAPES = ((4, 4, 2, 2, 2, 2), (2, 4, 4, 2, 3, 1), (2, 2, 2, 2, 3, 4))
+TILE_COSTS = (1.0, 1.25, 1.35)  # time a product and row, against the first, when the GPU is full
 
 
 def tile_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[TileShape, int]:
@@ -47,8 +53,14 @@ def tile_shape(form: Format, slices: int, tiles: int, rows: int, processors: int
         waves = -(-count // (processors * blocks))
         return waves * shape.features * shape.rows * blocks * TILE_COSTS[i]
 
-    best = min(range(len(TILE_SHAPES)), key=cost)
+    fits = [i for i in range(len(TILE_SHAPES)) if _fits(TileShape(slices, *TILE_SHAPES[i][:5]), form, TILE_SHAPES[i][5])]
+    best = min(fits, key=cost)
     return TileShape(slices, *TILE_SHAPES[best][:5]), TILE_SHAPES[best][5]
+
+
+def _fits(shape: TileShape, form: Format, blocks: int) -> bool:
+    """True if `blocks` blocks share a multiprocessor's shared memory and operand A of 16-bit codes its registers."""
+    return shape.shared_bytes(form) * blocks <= SHARED_BYTES and not (form.codes == "f16" and shape.mt > 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +76,12 @@ class AttentionPlan:
         """(kernel, its shape, blocks a tile) for a step of `bucket` rows."""
         spread = bucket <= SPREAD_ROWS
         heads = next(h for h in range(min(16, self.heads), 0, -1) if self.heads % h == 0)
-        shape = AttentionShape(self.cell_dim, heads, self.parts, 1 if spread else 2, spread)
-        return attention_spec(shape), shape, min(16, self.groups) if spread else 1
+        if spread:
+            shape, blocks = AttentionShape(self.cell_dim, heads, self.parts, 1, True), 1
+        else:
+            small = self.cell_dim <= 64
+            shape, blocks = AttentionShape(self.cell_dim, heads, self.parts, 1 if small else 2, False), 2 if small else 1
+        return attention_spec(shape, blocks), shape, min(16, self.groups) if spread else 1
 
     @property
     def scratch_bytes(self) -> int:
@@ -80,9 +96,10 @@ def _build_attention(shape: AttentionShape) -> tuple[Any, Any]:
     return attention_kernel(shape), SIGNATURE
 
 
-def attention_spec(shape: AttentionShape) -> KernelSpec:
-    name = f"attention_{shape.head_dim}_{shape.heads}_{shape.parts}_{shape.mt}_{'spread' if shape.spread else 'whole'}"
-    return KernelSpec(name, functools.partial(_build_attention, shape), THREADS, shape.shared_bytes)
+def attention_spec(shape: AttentionShape, blocks: int = 1) -> KernelSpec:
+    kind = "spread" if shape.spread else "whole"
+    name = f"attention_{shape.head_dim}_{shape.heads}_{shape.parts}_{shape.mt}_{kind}_{blocks}"
+    return KernelSpec(name, functools.partial(_build_attention, shape), THREADS, shape.shared_bytes, blocks)
 
 
 def _build_embed(form: Format) -> tuple[Any, Any]:

@@ -20,12 +20,22 @@ class SliceShape:
     mt: int = 1  # tiles a warp
     nt: int = 1  # groups of 8 rows a warp
     groups: int = 1  # groups of `mt` tiles a block
-    depth: int = 1  # units fetched ahead
+    depth: int = 1  # units a step
+    stages: int = 8  # steps whose weights are under way
     threads = property(lambda self: 32 * (self.slices * self.groups + self.nt))
     features = property(lambda self: TILE * self.mt * self.groups)
     rows = property(lambda self: 8 * self.nt)
     set_bytes = property(lambda self: 512 * self.slices * self.groups * self.mt * self.nt)
-    shared_bytes = property(lambda self: 2 * self.set_bytes)
+
+    def unit_bytes(self, form: Format) -> int:
+        """Bytes of a unit of a tile in a ring: codes, and each lane's own scales."""
+        return 512 * form.vectors + 128 * form.scale_words
+
+    def slot_bytes(self, form: Format) -> int:
+        return self.depth * self.mt * self.unit_bytes(form)
+
+    def shared_bytes(self, form: Format) -> int:
+        return 2 * self.set_bytes + self.slices * self.groups * self.stages * self.slot_bytes(form)
 
 
 @dataclass(frozen=True, slots=True)
