@@ -25,7 +25,7 @@ def build_matmul(form: Format, shape: SliceShape | TileShape, epilogue: str) -> 
 
 
 def slice_spec(form: Format, shape: SliceShape, epilogue: str, blocks: int) -> KernelSpec:
-    name = f"slice_{epilogue}_{form.name}_{shape.slices}_{shape.mt}_{shape.nt}_{shape.groups}_{shape.depth}_{shape.stages}"
+    name = f"slice_{epilogue}_{form.name}_{shape.slices}_{shape.mt}_{shape.nt}_{shape.stages}"
     build = functools.partial(build_matmul, form, shape, epilogue)
     return KernelSpec(f"{name}_{blocks}", build, shape.threads, shape.shared_bytes(form), blocks)
 
@@ -50,7 +50,7 @@ class Linear:
         w = self.weights
         slices = slices_of(w.units)
         if rows <= MOST_SLICE_ROWS:
-            small, blocks = slice_shape(w.form, slices, w.tiles, w.units, rows, self.processors)
+            small, blocks = slice_shape(w.form, slices, w.tiles, rows, self.processors)
             return slice_spec(w.form, small, self.epilogue, blocks), small
         large, blocks = tile_shape(w.form, slices, w.tiles, rows, self.processors)
         return tile_spec(w.form, large, self.epilogue, blocks), large
@@ -67,7 +67,7 @@ def run_slice(
 ) -> None:
     """Launch a slice kernel: as many blocks as fit at once, which share the tiles."""
     down = -(-rows // shape.rows)
-    across = min(-(-w.tiles // (shape.mt * shape.groups)), max(1, device.multiprocessors * spec.blocks // down))
+    across = min(w.tiles // shape.mt, max(1, device.multiprocessors * spec.blocks // down))
     args = (w.codes, w.scales, x, index, rows, w.units, w.tiles, norm, out)
     device.launch(device.load(spec), (across, down), *args)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import cuda, types
 
@@ -43,7 +43,6 @@ from .emit import (
     mul,
     store_shared1,
     wait_for_previous,
-    words,
     zeros,
 )
 from .layout import UNIT, Format
@@ -68,8 +67,8 @@ def _unpack4(e: Emitter, word: Any, zero: int) -> list[Any]:
     low_bias, high_bias = e.u32(_half_bits(1024 + zero)), e.u32(_half_bits(-64 - zero))
     pairs = []
     for w in (word, e.b.lshr(word, e.u32(8))):
-        low = e.b.or_(e.b.and_(w, e.u32(0x000F000F)), e.u32(BIAS))
-        high = e.b.or_(e.b.and_(w, e.u32(0x00F000F0)), e.u32(BIAS))
+        low = e.and_or(w, 0x000F000F, e.u32(BIAS))
+        high = e.and_or(w, 0x00F000F0, e.u32(BIAS))
         pairs += [e.sub_h2(low, low_bias), e.fma_h2(high, e.u32(_half_bits(1 / 16)), high_bias)]
     return pairs
 
@@ -212,100 +211,146 @@ def _lane_sums(e: Emitter, squares: Any, starts: list[Any], tiles: Any, lane: An
 NORM = types.Tuple((F32Ptr, i32, f32, f32))  # squares [row, tiles], tiles, 1 / K, epsilon
 
 
-def _copy_units(form: Format, shape: SliceShape) -> Any:
-    """Macro: start copying `depth` units of a warp's tiles to a slot of its ring; nothing from unit `end` on.
+class _Ring:
+    """A warp's ring of weights in shared memory, inside a macro: copies run `stages` - 1 steps ahead of their use.
 
-    Every lane copies just what it will read itself, so that no lane waits for another.
+    Every lane copies just what it will read itself, so that no lane waits for another. A step is one unit of `mt` tiles.
     """
-    mt, vectors, cw, sw = shape.mt, form.vectors, form.code_words, form.scale_words
-    each = shape.unit_bytes(form)
+
+    def __init__(self, e: Emitter, form: Format, shape: SliceShape, args: _SliceArgs) -> None:
+        b, self.e, self.form, self.shape, self.args = e.b, e, form, shape, args
+        lane = args.lane
+        self.codes = e.opaque(b.gep(args.codes, [e.i64(b.shl(lane, e.u32(2)))]))
+        group = b.mul(b.lshr(lane, e.u32(2)), e.u32(form.scale_words))
+        self.scales = e.opaque(b.gep(args.scales, [e.i64(group)]))
+        self.own = [b.shl(lane, e.u32(4)), b.mul(lane, e.u32(4 * min(4, form.scale_words)))]
+        self.length = e.u32(shape.stages * shape.slot_bytes(form))
+        self.end = b.add(args.ring, self.length)
+        self.slot, self.next_slot = e.variable(args.ring), e.variable(args.ring)
+        self.tile, self.unit = e.variable(args.tile), e.variable(args.first)
+        self.at = e.variable(b.add(b.mul(args.tile, args.units), args.first))
+        # from the last unit of a slice to the first of the warp's next tile
+        self.jump = b.sub(b.mul(args.stride, args.units), b.sub(b.sub(args.end, args.first), e.u32(1)))
+
+    def _advance_slot(self, cell: Any) -> Any:
+        """The slot in `cell`, which moves on."""
+        e, b = self.e, self.e.b
+        slot = b.load(cell)
+        following = b.add(slot, e.u32(self.shape.slot_bytes(self.form)))
+        b.store(b.select(b.icmp_unsigned("==", following, self.end), self.args.ring, following), cell)
+        return slot
+
+    def copy(self) -> None:
+        """Start the next step's copies, if there is one, and move on."""
+        e, b, form = self.e, self.e.b, self.form
+        slot, at, tile = self._advance_slot(self.next_slot), b.load(self.at), b.load(self.tile)
+        with b.if_then(b.icmp_signed("<", tile, self.args.tiles)):
+            for m in range(self.shape.mt):
+                row = e.i64(at if m == 0 else b.add(at, b.mul(self.args.units, e.u32(m))))
+                base = b.add(slot, e.u32(m * self.shape.unit_bytes(form)))
+                source = b.gep(self.codes, [b.mul(row, e.i64(e.u32(32 * form.code_words)))])
+                for v in range(form.vectors):
+                    e.copy_async(b.add(b.add(base, self.own[0]), e.u32(512 * v)), source, e.u32(128 * v))
+                source = b.gep(self.scales, [b.mul(row, e.i64(e.u32(8 * form.scale_words)))])
+                for v in range(0, form.scale_words, 4):
+                    target = b.add(b.add(base, self.own[1]), e.u32(512 * form.vectors + 128 * v))
+                    e.copy_async(target, source, e.u32(v), min(4, form.scale_words))
+        e.copy_commit()
+        unit = b.add(b.load(self.unit), e.u32(1))
+        wraps = b.icmp_signed("==", unit, self.args.end)
+        b.store(b.select(wraps, self.args.first, unit), self.unit)
+        b.store(b.add(at, b.select(wraps, self.jump, e.u32(1))), self.at)
+        b.store(b.add(tile, b.select(wraps, self.args.stride, e.u32(0))), self.tile)
+
+    def take(self) -> tuple[list[Any], list[Any]]:
+        """(code words [mt, ..], scale words [mt, ..]) of the oldest step, once it is there."""
+        e, b, form = self.e, self.e.b, self.form
+        e.copy_wait(self.shape.stages - 1)
+        slot = self._advance_slot(self.slot)
+        codes, scales = [], []
+        for m in range(self.shape.mt):
+            base = b.add(slot, e.u32(m * self.shape.unit_bytes(form)))
+            for v in range(form.vectors):
+                codes += e.load_shared(b.add(b.add(base, self.own[0]), e.u32(512 * v)), 4)
+            for v in range(0, form.scale_words, 4):
+                source = b.add(b.add(base, self.own[1]), e.u32(512 * form.vectors + 128 * v))
+                scales += e.load_shared(source, min(4, form.scale_words))
+        return codes, scales
+
+
+class _SliceArgs(NamedTuple):
+    """What a worker warp of the slice kernel knows."""
+
+    codes: Any
+    scales: Any
+    units: Any
+    tiles: Any
+    tile: Any  # the first of this warp's tiles
+    stride: Any  # tiles from one to the next
+    first: Any  # the slice's units
+    end: Any
+    ring: Any  # byte offset in shared memory
+    lane: Any
+
+
+def _work(form: Format, shape: SliceShape) -> Any:
+    """Macro: all that a worker warp does: its slice of each of its tiles, the sums left in shared memory.
+
+    One loop written in LLVM: in 32-bit arithmetic and without a repeated address it takes half the
+    instructions that numba's 64-bit integers would, and the number of instructions is what limits its speed.
+    """
+    mt, nt = shape.mt, shape.nt
+
+    def load_x_from(e: Emitter, rows: list[tuple[Any, Any]], unit: Any) -> Callable[[int, int], tuple[Any, Any]]:
+        along = e.i64(e.b.shl(unit, e.u32(5)))
+        places = [[e.b.gep(part, [along]) for part in row] for row in rows]
+        return lambda n, half: tuple(e.load(part, e.u32(16 * half), 4) for part in places[n])  # type: ignore[return-value]
 
     @macro(None)
-    def copy(
-        e: Emitter, slot: Any, codes: Any, scales: Any, tile: Any, tiles: Any, units: Any, unit: Any, end: Any, lane: Any
-    ) -> None:
-        b, last = e.b, e.b.sub(tiles, e.u32(1))
-        group, lane4 = b.lshr(lane, e.u32(2)), b.shl(lane, e.u32(2))
-        for d in range(shape.depth):
-            at = b.add(unit, e.u32(d))
-            with b.if_then(b.icmp_signed("<", at, end)):
-                for m in range(mt):
-                    row = b.add(tile, e.u32(m))
-                    row = b.select(b.icmp_signed("<", row, last), row, last)
-                    base = e.i64(b.add(b.mul(row, units), at))
-                    target = b.add(slot, e.u32((d * mt + m) * each))
-                    word = b.add(b.mul(base, e.i64(e.u32(32 * cw))), e.i64(lane4))
-                    own = b.add(target, b.shl(lane, e.u32(4)))
-                    for v in range(vectors):
-                        e.copy_async(b.add(own, e.u32(512 * v)), codes, b.add(word, e.i64(e.u32(128 * v))))
-                    word = b.add(b.mul(base, e.i64(e.u32(8 * sw))), e.i64(b.mul(group, e.u32(sw))))
-                    own = b.add(b.add(target, e.u32(512 * vectors)), b.mul(lane, e.u32(4 * min(4, sw))))
-                    for v in range(0, sw, 4):
-                        e.copy_async(b.add(own, e.u32(128 * v)), scales, b.add(word, e.i64(e.u32(v))), min(4, sw))
-
-    return copy
-
-
-def _slice_step(form: Format, shape: SliceShape) -> Any:
-    """Macro: add the `depth` units of a ring slot to acc, activations from global memory at word offsets `x_at` [nt]."""
-    mt, nt, vectors, sw = shape.mt, shape.nt, form.vectors, form.scale_words
-    each = shape.unit_bytes(form)
-
-    @macro(lambda acc, *rest: acc)
-    def step(e: Emitter, acc: Any, slot: Any, x: Any, x_at: Any, half_pitch: Any, unit: Any, end: Any, lane: Any) -> Any:
+    def work(
+        e: Emitter, codes: Any, scales: Any, x: Any, index: Any, first_row: Any, rows: Any, units: Any, tiles: Any,
+        tile: Any, stride: Any, first: Any, end: Any, ring: Any, sums: Any, lane: Any,
+    ) -> None:  # fmt: skip
         b = e.b
-        for d in range(shape.depth):
-            at = b.add(unit, e.u32(d))
-            valid = b.icmp_signed("<", at, end)
-            at = b.select(valid, at, b.sub(end, e.u32(1)))
-            offset = b.shl(at, e.u32(5))
+        args = _SliceArgs(codes, scales, units, tiles, tile, stride, first, end, ring, lane)
+        weights = _Ring(e, form, shape, args)
+        for _ in range(shape.stages - 1):
+            weights.copy()
+        x_rows = _x_rows(e, nt, x, index, first_row, rows, units, lane)
+        e.wait_for_previous()
+        place = e.variable(sums)
+        acc = [e.variable(e.f32(0.0)) for _ in range(4 * mt * nt)]
+        with e.loop(tile, tiles, stride):
+            for cell in acc:
+                b.store(e.f32(0.0), cell)
+            with e.loop(first, end, 1) as unit:
+                weights.copy()
+                load_x = load_x_from(e, x_rows, unit)
+                sums_now = unit_step(e, form, mt, nt, [b.load(c) for c in acc], *weights.take(), load_x, lane)
+                for cell, value in zip(acc, sums_now, strict=True):
+                    b.store(value, cell)
+            at = b.load(place)
+            for i in range(mt * nt):
+                target = b.add(at, e.u32(512 * shape.slices * i))
+                e.store_shared(target, [e.bits(b.load(c)) for c in acc[4 * i : 4 * i + 4]])
+            b.store(b.xor(at, e.u32(shape.set_bytes)), place)
+            e.barrier()
 
-            def load_x(n: int, half: int, offset: Any = offset) -> tuple[list[Any], list[Any]]:
-                word = b.add(b.add(x_at[n], offset), e.u32(16 * half))
-                return e.load(x, word, 4), e.load(x, b.add(word, half_pitch), 4)
-
-            codes, scales = [], []
-            for m in range(mt):
-                base = b.add(slot, e.u32((d * mt + m) * each))
-                own = b.add(base, b.shl(lane, e.u32(4)))
-                codes += [w for v in range(vectors) for w in e.load_shared(b.add(own, e.u32(512 * v)), 4)]
-                own = b.add(b.add(base, e.u32(512 * vectors)), b.mul(lane, e.u32(4 * min(4, sw))))
-                scales += [w for v in range(0, sw, 4) for w in e.load_shared(b.add(own, e.u32(128 * v)), min(4, sw))]
-            if d:  # the first unit of a step always exists
-                scales = [b.select(valid, w, e.u32(0)) for w in scales]
-                if form.codes == "f16":
-                    codes = [b.select(valid, w, e.u32(0)) for w in codes]
-            acc = unit_step(e, form, mt, nt, acc, codes, scales, load_x, lane)
-        return acc
-
-    return step
-
-
-def _x_offsets(nt: int) -> Any:
-    """Macro: word offset of each row group's activations for this lane; rows past the last repeat it."""
-
-    @macro(types.UniTuple(i32, nt))
-    def offsets(e: Emitter, index: Any, first: Any, rows: Any, pitch: Any, lane: Any) -> Any:
-        group, t = e.b.lshr(lane, e.u32(2)), e.b.and_(lane, e.u32(3))
-        out = []
-        for n in range(nt):
-            row = _row_at(e, index, e.b.add(e.b.add(first, group), e.u32(8 * n)), rows)
-            out.append(e.b.add(e.b.mul(row, pitch), e.b.shl(t, e.u32(2))))
-        return out
-
-    return offsets
+    return work
 
 
-def _store_sums(mt: int, nt: int) -> Any:
-    """Macro: acc [mt, nt, 4] -> shared memory [part, lane, 4] from a byte offset on, `stride` bytes a part."""
-
-    @macro(None)
-    def store(e: Emitter, acc: Any, offset: Any, stride: int) -> None:
-        for i in range(mt * nt):
-            at = e.b.add(offset, e.b.mul(stride, e.u32(i)))
-            e.store_shared(at, [e.bits(v) for v in acc[4 * i : 4 * i + 4]])
-
-    return store
+def _x_rows(
+    e: Emitter, nt: int, x: Any, index: Any, first: Any, rows: Any, units: Any, lane: Any
+) -> list[tuple[Any, Any]]:
+    """Pointers to this lane's high and low halves of unit 0, for each row group; rows past the last repeat it."""
+    b, out = e.b, []
+    group, t4 = b.lshr(lane, e.u32(2)), b.shl(b.and_(lane, e.u32(3)), e.u32(2))
+    for n in range(nt):
+        row = _row_at(e, index, b.add(b.add(first, group), e.u32(8 * n)), rows)
+        high = b.add(b.mul(row, b.shl(units, e.u32(6))), t4)
+        low = b.add(high, b.shl(units, e.u32(5)))
+        out.append((e.opaque(b.gep(x, [e.i64(high)])), e.opaque(b.gep(x, [e.i64(low)]))))
+    return out
 
 
 def slice_kernel(form: Format, shape: SliceShape, epilogue: Any, normed: bool) -> Any:
@@ -317,66 +362,31 @@ def slice_kernel(form: Format, shape: SliceShape, epilogue: Any, normed: bool) -
     the kernel before (weights, row indexes) is read before waiting for it.
 
     Grid: (blocks that share the tiles, blocks of `shape.rows` rows); block: `shape.threads`; shared memory: two sets of
-    sums [group, part, slice, lane, 4], then a ring a warp. Arguments: codes, scales (layout.py); x, index [rows]
+    sums [part, slice, lane, 4], then a ring a warp. Arguments: codes, scales (layout.py); x, index [rows]
     (which row of x; the identity but for the head), rows, units, tiles; norm (see NORM); out: the epilogue's own tuple.
     Twin: `layout.restore` and a float64 product.
     """
-    slices, mt, nt, groups, depth = shape.slices, shape.mt, shape.nt, shape.groups, shape.depth
-    copy, step, store = _copy_units(form, shape), _slice_step(form, shape), _store_sums(mt, nt)
-    offsets, zero, norm_factors = _x_offsets(nt), zeros(4 * mt * nt), _norm_factors()
-    parts, workers, spacing, set_bytes = mt * nt, slices * groups, groups * mt, shape.set_bytes
-    stages, slot_bytes, wait = shape.stages, shape.slot_bytes(form), copy_wait(shape.stages - 1)
+    slices, mt, nt = shape.slices, shape.mt, shape.nt
+    work, norm_factors = _work(form, shape), _norm_factors()
+    set_bytes, ring_bytes = shape.set_bytes, shape.stages * shape.slot_bytes(form)
 
     def kernel(codes, scales, x, index, rows, units, tiles, norm, out):
         lane = cuda.threadIdx.x & 31
         warp = cuda.threadIdx.x >> 5
         first_row = cuda.blockIdx.y * (8 * nt)
-        stride = cuda.gridDim.x * spacing
-        base = cuda.blockIdx.x * spacing
+        stride = cuda.gridDim.x * mt
+        base = cuda.blockIdx.x * mt
         let_next_start()
-        if warp < workers:
-            slice_ = warp % slices
-            group = warp // slices
-            first = first_unit(slice_, units, slices)
-            end = first_unit(slice_ + 1, units, slices)
-            place = ((group * parts) * slices + slice_) * 512 + lane * 16
-            ring = 2 * set_bytes + warp * (stages * slot_bytes)
-            next_tile = base + group * mt
-            next_unit = first
-            for i in range(stages - 1):
-                if next_tile < tiles:
-                    copy(ring + i * slot_bytes, codes, scales, next_tile, tiles, units, next_unit, end, lane)
-                copy_commit()
-                next_unit += depth
-                if next_unit >= end:
-                    next_unit = first
-                    next_tile += stride
-            x_at = offsets(index, first_row, rows, units * 64, lane)
-            slot = ring
-            next_slot = ring + (stages - 1) * slot_bytes
-            wait_for_previous()
-            while base < tiles:
-                acc = zero()
-                for unit in range(first, end, depth):
-                    if next_tile < tiles:
-                        copy(next_slot, codes, scales, next_tile, tiles, units, next_unit, end, lane)
-                    copy_commit()
-                    next_unit += depth
-                    if next_unit >= end:
-                        next_unit = first
-                        next_tile += stride
-                    next_slot = slot
-                    wait()
-                    acc = step(acc, slot, x, x_at, units * 32, unit, end, lane)
-                    slot += slot_bytes
-                    if slot == ring + stages * slot_bytes:
-                        slot = ring
-                store(acc, place, slices * 512)
-                cuda.syncthreads()
-                place = place + set_bytes if place < set_bytes else place - set_bytes
-                base += stride
+        if warp < slices:
+            first = first_unit(warp, units, slices)
+            end = first_unit(warp + 1, units, slices)
+            ring = 2 * set_bytes + warp * ring_bytes
+            sums = warp * 512 + lane * 16
+            work(
+                codes, scales, x, index, first_row, rows, units, tiles, base, stride, first, end, ring, sums, lane
+            )  # fmt: skip
             return
-        n = warp - workers
+        n = warp - slices
         column = n * 8 + (lane & 3) * 2
         r0 = types.float32(1.0)
         r1 = types.float32(1.0)
@@ -390,7 +400,7 @@ def slice_kernel(form: Format, shape: SliceShape, epilogue: Any, normed: bool) -
         at = lane * 16
         while base < tiles:
             cuda.syncthreads()
-            for i in range(groups * mt):
+            for i in range(mt):
                 part = at + (i * nt + n) * slices * 512
                 a0, a1, b0, b1 = load_shared4(part)
                 for s in range(1, slices):
@@ -401,7 +411,7 @@ def slice_kernel(form: Format, shape: SliceShape, epilogue: Any, normed: bool) -
                     a0, b0 = mul(a0, r0), mul(b0, r0)
                     a1, b1 = mul(a1, r1), mul(b1, r1)
                 epilogue(out, a0, a1, b0, b1, base + i, base + i < tiles, first_row + column, rows, lane)
-            at = at + set_bytes if at < set_bytes else at - set_bytes
+            at ^= set_bytes
             base += stride
 
     return kernel

@@ -27,16 +27,15 @@ def slices_of(units: int) -> int:
     return 16 if units >= 32 else -(-units // 2)
 
 
-def slice_shape(form: Format, slices: int, tiles: int, units: int, rows: int, processors: int) -> tuple[SliceShape, int]:
+def slice_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[SliceShape, int]:
     """(shape, blocks a multiprocessor) of the slice kernel."""
     nt = -(-min(rows, MOST_SLICE_ROWS) // 8)
-    mt = 2 if nt == 1 and tiles >= 6 * processors else 1  # two tiles share what they read of the activations
-    depth = min(2, -(-units // slices)) if form.codes == "q4" and nt * mt == 1 else 1
-    warps = slices + nt
-    blocks = max(1, 26 // warps) if nt == 1 else 1
-    stage = slices * SliceShape(slices, mt, nt, 1, depth).slot_bytes(form)
+    # two tiles a warp share what they read of the activations
+    mt = 2 if nt == 1 and tiles >= 6 * processors and tiles % 2 == 0 else 1
+    blocks = max(1, 26 // (slices + nt)) if nt == 1 else 1
+    stage = slices * SliceShape(slices, mt, nt).slot_bytes(form)
     stages = max(2, min(8, RING_BYTES // (blocks * stage)))
-    return SliceShape(slices, mt, nt, 1, depth, stages), blocks
+    return SliceShape(slices, mt, nt, stages), blocks
 
 
 # mt, nt, across, down, stages, blocks

@@ -16,26 +16,25 @@ THREADS = 32 * WARPS  # of an attention block
 class SliceShape:
     """Compile-time shape of a slice kernel."""
 
-    slices: int
-    mt: int = 1  # tiles a warp
-    nt: int = 1  # groups of 8 rows a warp
-    groups: int = 1  # groups of `mt` tiles a block
-    depth: int = 1  # units a step
-    stages: int = 8  # steps whose weights are under way
-    threads = property(lambda self: 32 * (self.slices * self.groups + self.nt))
-    features = property(lambda self: TILE * self.mt * self.groups)
+    slices: int  # worker warps
+    mt: int = 1  # tiles a warp; divides the matrix's tiles
+    nt: int = 1  # groups of 8 rows, and finishing warps
+    stages: int = 8  # units whose weights are under way
+    threads = property(lambda self: 32 * (self.slices + self.nt))
     rows = property(lambda self: 8 * self.nt)
-    set_bytes = property(lambda self: 512 * self.slices * self.groups * self.mt * self.nt)
+    part_bytes = property(lambda self: 512 * self.slices * self.mt * self.nt)
+    # a power of two, so that the two sets of sums are told apart by one bit
+    set_bytes = property(lambda self: 1 << (self.part_bytes - 1).bit_length())
 
     def unit_bytes(self, form: Format) -> int:
         """Bytes of a unit of a tile in a ring: codes, and each lane's own scales."""
         return 512 * form.vectors + 128 * form.scale_words
 
     def slot_bytes(self, form: Format) -> int:
-        return self.depth * self.mt * self.unit_bytes(form)
+        return self.mt * self.unit_bytes(form)
 
     def shared_bytes(self, form: Format) -> int:
-        return 2 * self.set_bytes + self.slices * self.groups * self.stages * self.slot_bytes(form)
+        return 2 * self.set_bytes + self.slices * self.stages * self.slot_bytes(form)
 
 
 @dataclass(frozen=True, slots=True)
