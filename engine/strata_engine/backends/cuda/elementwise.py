@@ -103,7 +103,7 @@ def embed_kernel(form: Format) -> Any:
                 unit_at = tile_at + k // 64
                 a = value(codes, scales, unit_at, k % 64, g, half)
                 b = value(codes, scales, unit_at, k % 64 + 1, g, half)
-                total = store_stream(out, a, b, row, k)
+                total = store_stream(out, a, b, out.gain[k], out.gain[k + 1], row, k)
             for step in (1, 2, 4):
                 total = add(total, cuda.shfl_xor_sync(0xFFFFFFFF, total, step))
             if k < out.width and thread % 8 == 0:

@@ -18,10 +18,10 @@ def build_matmul(form: Format, shape: SliceShape | TileShape, epilogue: str) -> 
     from .epilogue import EPILOGUES
     from .matmul import signature, slice_kernel, tile_kernel
 
-    function, kind, normed = EPILOGUES[epilogue]
+    prepare, finish, kind, normed = EPILOGUES[epilogue]
     if isinstance(shape, SliceShape):
-        return slice_kernel(form, shape, function, normed), signature(kind)
-    return tile_kernel(form, shape, function, normed), signature(kind)
+        return slice_kernel(form, shape, prepare, finish, normed), signature(kind)
+    return tile_kernel(form, shape, prepare, finish, normed), signature(kind)
 
 
 def slice_spec(form: Format, shape: SliceShape, epilogue: str, blocks: int) -> KernelSpec:
@@ -48,7 +48,7 @@ class Linear:
     def choose(self, rows: int) -> tuple[KernelSpec, SliceShape | TileShape]:
         """The kernel for a step of `rows` rows."""
         w = self.weights
-        slices = slices_of(w.units)
+        slices = slices_of(w.tiles, w.units)
         if rows <= MOST_SLICE_ROWS:
             small, blocks = slice_shape(w.form, slices, w.tiles, rows, self.processors)
             return slice_spec(w.form, small, self.epilogue, blocks), small

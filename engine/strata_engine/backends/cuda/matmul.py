@@ -10,7 +10,7 @@ Two kernels compute exactly these operations in exactly this order, so they give
 - `tile_kernel`: slices one after another with the activations staged in shared memory, for many rows.
 
 An *epilogue* takes four finished sums of a lane (features a and b of two neighbouring rows) and does what would be the
-next pass: scale by the norm, rotate and append to the cache, SwiGLU, add to the residual. See epilogue.py.
+next pass: rotate and append to the cache, SwiGLU, add to the residual. See epilogue.py.
 
 Activations: words [row, 2, pitch / 2], the high halves of a row's K values and then the low ones; pitch is K padded to
 64, the padding is zero. Source of the bias trick (1024 + code as a half): Kim et al. 2022, "Who says elephants can't
@@ -301,10 +301,11 @@ def _work(form: Format, shape: SliceShape) -> Any:
     """
     mt, nt = shape.mt, shape.nt
 
-    def load_x_from(e: Emitter, rows: list[tuple[Any, Any]], unit: Any) -> Callable[[int, int], tuple[Any, Any]]:
+    def load_x(e: Emitter, rows: list[tuple[Any, Any]], unit: Any) -> list[Any]:
+        """The activations of a unit: words [nt, half unit, high or low, 4]."""
         along = e.i64(e.b.shl(unit, e.u32(5)))
         places = [[e.b.gep(part, [along]) for part in row] for row in rows]
-        return lambda n, half: tuple(e.load(part, e.u32(16 * half), 4) for part in places[n])  # type: ignore[return-value]
+        return [w for row in places for half in (0, 1) for part in row for w in e.load(part, e.u32(16 * half), 4)]
 
     @macro(None)
     def work(
@@ -320,13 +321,21 @@ def _work(form: Format, shape: SliceShape) -> Any:
         e.wait_for_previous()
         place = e.variable(sums)
         acc = [e.variable(e.f32(0.0)) for _ in range(4 * mt * nt)]
+        ahead = [e.variable(word) for word in load_x(e, x_rows, first)] if nt == 1 else []
         with e.loop(tile, tiles, stride):
             for cell in acc:
                 b.store(e.f32(0.0), cell)
             with e.loop(first, end, 1) as unit:
                 weights.copy()
-                load_x = load_x_from(e, x_rows, unit)
-                sums_now = unit_step(e, form, mt, nt, [b.load(c) for c in acc], *weights.take(), load_x, lane)
+                now = [b.load(cell) for cell in ahead] or load_x(e, x_rows, unit)
+                if ahead:
+                    following = b.add(unit, e.u32(1))
+                    following = b.select(b.icmp_signed("<", following, end), following, first)
+                    for cell, word in zip(ahead, load_x(e, x_rows, following), strict=True):
+                        b.store(word, cell)
+                parts = [now[4 * i : 4 * i + 4] for i in range(4 * nt)]
+                pick = _picker(parts)
+                sums_now = unit_step(e, form, mt, nt, [b.load(c) for c in acc], *weights.take(), pick, lane)
                 for cell, value in zip(acc, sums_now, strict=True):
                     b.store(value, cell)
             at = b.load(place)
@@ -337,6 +346,11 @@ def _work(form: Format, shape: SliceShape) -> Any:
             e.barrier()
 
     return work
+
+
+def _picker(parts: list[list[Any]]) -> Callable[[int, int], tuple[list[Any], list[Any]]]:
+    """(row group, half unit) -> (high, low) words, from parts [nt, half unit, high or low]."""
+    return lambda n, half: (parts[4 * n + 2 * half], parts[4 * n + 2 * half + 1])
 
 
 def _x_rows(
@@ -353,11 +367,11 @@ def _x_rows(
     return out
 
 
-def slice_kernel(form: Format, shape: SliceShape, epilogue: Any, normed: bool) -> Any:
+def slice_kernel(form: Format, shape: SliceShape, prepare: Any, finish: Any, normed: bool) -> Any:
     """A kernel for few rows: each of `slices` warps multiplies its slice of K, then the sums are added in order.
 
-    Blocks stay and walk over the tiles; while `nt` finishing warps add the sums of one tile and run the epilogue, the
-    others already multiply the next. Each warp keeps `stages` copies of weights under way into a ring of its own in
+    Blocks stay and walk over the tiles; while the finishing warps (one for each of mt * nt parts) add the sums of one
+    set of tiles and run the epilogue, the others already multiply the next. Each warp keeps `stages` copies of weights under way into a ring of its own in
     shared memory, across tiles: that many bytes in flight is what reading at full speed takes. What does not depend on
     the kernel before (weights, row indexes) is read before waiting for it.
 
@@ -386,8 +400,9 @@ def slice_kernel(form: Format, shape: SliceShape, epilogue: Any, normed: bool) -
                 codes, scales, x, index, first_row, rows, units, tiles, base, stride, first, end, ring, sums, lane
             )  # fmt: skip
             return
-        n = warp - slices
-        column = n * 8 + (lane & 3) * 2
+        n = (warp - slices) % nt
+        m = (warp - slices) // nt
+        row = first_row + n * 8 + (lane & 3) * 2
         r0 = types.float32(1.0)
         r1 = types.float32(1.0)
         wait_for_previous()
@@ -397,21 +412,20 @@ def slice_kernel(form: Format, shape: SliceShape, epilogue: Any, normed: bool) -
                 factor = norm_factors(squares, index, first_row + n * 8, rows, norm_tiles, inverse, epsilon, lane)
                 r0 = cuda.shfl_sync(0xFFFFFFFF, factor, (lane & 3) * 2)
                 r1 = cuda.shfl_sync(0xFFFFFFFF, factor, (lane & 3) * 2 + 1)
-        at = lane * 16
+        part = lane * 16 + (m * nt + n) * (slices * 512)
         while base < tiles:
+            ready = prepare(out, base + m, row, rows, lane)
             cuda.syncthreads()
-            for i in range(mt):
-                part = at + (i * nt + n) * slices * 512
-                a0, a1, b0, b1 = load_shared4(part)
-                for s in range(1, slices):
-                    more = load_shared4(part + s * 512)
-                    a0, a1 = add(a0, more[0]), add(a1, more[1])
-                    b0, b1 = add(b0, more[2]), add(b1, more[3])
-                if normed:
-                    a0, b0 = mul(a0, r0), mul(b0, r0)
-                    a1, b1 = mul(a1, r1), mul(b1, r1)
-                epilogue(out, a0, a1, b0, b1, base + i, base + i < tiles, first_row + column, rows, lane)
-            at ^= set_bytes
+            a0, a1, b0, b1 = load_shared4(part)
+            for s in range(1, slices):
+                more = load_shared4(part + s * 512)
+                a0, a1 = add(a0, more[0]), add(a1, more[1])
+                b0, b1 = add(b0, more[2]), add(b1, more[3])
+            if normed:
+                a0, b0 = mul(a0, r0), mul(b0, r0)
+                a1, b1 = mul(a1, r1), mul(b1, r1)
+            finish(out, ready, a0, a1, b0, b1, base + m, True, row, rows, lane)
+            part ^= set_bytes
             base += stride
 
     return kernel
@@ -553,7 +567,7 @@ def _add_sums(parts: int, threads: int) -> Any:
     return add
 
 
-def tile_kernel(form: Format, shape: TileShape, epilogue: Any, normed: bool) -> Any:
+def tile_kernel(form: Format, shape: TileShape, prepare: Any, finish: Any, normed: bool) -> Any:
     """A kernel for many rows: the same operations as `slice_kernel`, slice after slice in each warp.
 
     Grid: (blocks of `shape.rows` rows, blocks of `shape.features` features): neighbours share weights in L2. Shared
@@ -612,7 +626,8 @@ def tile_kernel(form: Format, shape: TileShape, epilogue: Any, normed: bool) -> 
                 a0, b0 = mul(a0, r0), mul(b0, r0)
                 a1, b1 = mul(a1, r1), mul(b1, r1)
             at = tile + (warp % across) * mt + i // nt
-            epilogue(out, a0, a1, b0, b1, at, at < tiles, first_row + column, rows, lane)
+            ready = prepare(out, min(at, tiles - 1), first_row + column, rows, lane)
+            finish(out, ready, a0, a1, b0, b1, at, at < tiles, first_row + column, rows, lane)
 
     return kernel
 

@@ -20,19 +20,23 @@ SHARED_BYTES = 220 << 10  # what blocks may use of a multiprocessor's shared mem
 SPREAD_ROWS = 32  # up to here the cells of a row are spread over blocks
 
 
-def slices_of(units: int) -> int:
-    """Into how many slices K is cut: at most 16, each of at least two units where there are enough."""
-    if units <= 16:
+def slices_of(tiles: int, units: int) -> int:
+    """Into how many slices K is cut: decides the order of adding, so it may depend on the matrix alone."""
+    if units <= 12:
         return units
-    return 16 if units >= 32 else -(-units // 2)
+    if units < 32:
+        return -(-units // 2)
+    return 16 if 2 * units > tiles else 8
 
 
 def slice_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[SliceShape, int]:
     """(shape, blocks a multiprocessor) of the slice kernel."""
     nt = -(-min(rows, MOST_SLICE_ROWS) // 8)
     # two tiles a warp share what they read of the activations
-    mt = 2 if nt == 1 and tiles >= 6 * processors and tiles % 2 == 0 else 1
-    blocks = max(1, 26 // (slices + nt)) if nt == 1 else 1
+    mt = 2 if nt == 1 and tiles % 2 == 0 and (tiles >= 6 * processors or slices >= 16 and tiles >= processors) else 1
+    blocks = 1
+    if nt == 1 and slices < 12:
+        blocks = 3 if slices <= 8 and mt == 1 and tiles > 2 * processors else 2
     stage = slices * SliceShape(slices, mt, nt).slot_bytes(form)
     stages = max(2, min(8, RING_BYTES // (blocks * stage)))
     return SliceShape(slices, mt, nt, stages), blocks

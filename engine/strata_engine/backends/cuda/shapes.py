@@ -18,9 +18,9 @@ class SliceShape:
 
     slices: int  # worker warps
     mt: int = 1  # tiles a warp; divides the matrix's tiles
-    nt: int = 1  # groups of 8 rows, and finishing warps
+    nt: int = 1  # groups of 8 rows
     stages: int = 8  # units whose weights are under way
-    threads = property(lambda self: 32 * (self.slices + self.nt))
+    threads = property(lambda self: 32 * (self.slices + self.mt * self.nt))  # workers, then finishing warps
     rows = property(lambda self: 8 * self.nt)
     part_bytes = property(lambda self: 512 * self.slices * self.mt * self.nt)
     # a power of two, so that the two sets of sums are told apart by one bit
