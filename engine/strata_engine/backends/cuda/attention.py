@@ -5,8 +5,8 @@ A *chunk* is one page of 64 cells, aligned to positions; eight chunks are a *gro
 and groups are merged in order, whoever computes them; so what else is in the step, and how the groups are spread over
 blocks, does not show in the result. A query's own position bounds what it sees.
 
-One block of eight warps takes a *query tile* (up to 16 * mt queries: neighbouring rows of one slot, times the heads that
-share a key-value head) and one group at a time, a chunk a warp. With `spread` > 1 the groups of a tile go to several
+One block of eight warps takes a *query tile* (up to 16 * mt queries: neighbouring rows of one slot, times the heads
+that share a key-value head) and one group at a time, a chunk a warp. With `spread` the groups of a tile go to several
 blocks, which leave their results in scratch memory; the last to finish merges them.
 
 Cells are halves: keys [page, kv head, part, cell, head_dim], values [page, kv head, part, head_dim, cell], so that both
@@ -178,7 +178,7 @@ def _attend_chunk(shape: AttentionShape) -> Any:
         base = b.mul(e.i64(page), e.i64(plane * parts))
         g, t = b.lshr(lane, e.u32(2)), b.and_(lane, e.u32(3))
         t4 = b.shl(t, e.u32(2))
-        # column g of a score tile is cell 8 * (g / 2) + g % 2 of its 32, plus 2 j: lane t then owns cells 8 t .. 8 t + 7
+        # column g of score tile j is cell 8 * (g / 2) + g % 2 + 2 j of its 32: lane t then owns cells 8 t .. 8 t + 7
         cell = b.add(b.shl(b.lshr(g, e.u32(1)), e.u32(3)), b.and_(g, e.u32(1)))
         key_row = b.add(base, e.i64(b.add(b.mul(cell, e.u32(head_dim // 2)), t4)))
         value_row = b.add(base, e.i64(b.add(b.mul(g, e.u32(CELLS // 2)), t4)))

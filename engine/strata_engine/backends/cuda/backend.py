@@ -41,12 +41,12 @@ class CudaBackend:
         self._device = Device()
         self._sizes = Sizes(model.geometry, context, slots, max_rows, {"f16": 1, "f32": 2}[kv])
         self._check_memory(model)
-        self._forward = load_forward(self._device, model, self._sizes, progress)
+        self._choice = self._device.pinned(max_rows)
+        self._forward = load_forward(self._device, model, self._sizes, self._choice.ctypes.data, progress)
         self._compile(progress)
         self._pages = page_table(self._sizes)
         self._graphs: dict[tuple[str, int], Graph] = {}
         self._ring = [self._device.pinned(self._forward.inputs.size // 4) for _ in range(RING)]
-        self._choice = self._device.pinned(max_rows)
         self._sampler = CpuSampler(self.vocab)
         self._step = self._wanted = 0
         self._capture(progress)
@@ -63,11 +63,11 @@ class CudaBackend:
         buffers = sum(self._sizes.buffer_bytes().values())
         need = weights + cells + buffers + RESERVE
         if need > free:
-            gib = 1 / (1 << 30)
+            sizes = [f"{size / (1 << 30):.1f}" for size in (need, free, total, weights, cells, buffers)]
             raise BackendError(
-                f"{self._device.name} has {free * gib:.1f} of {total * gib:.1f} GiB free and {need * gib:.1f} are needed "
-                f"({weights * gib:.1f} weights, {cells * gib:.1f} cells of {self.slots} slots, {buffers * gib:.1f} "
-                "buffers): lower --slots or --max-context, or take --kv f16"
+                f"{sizes[0]} GiB are needed and {self._device.name} has {sizes[1]} of {sizes[2]} free "
+                f"({sizes[3]} weights, {sizes[4]} cells of {self.slots} slots, {sizes[5]} buffers): "
+                "lower --slots or --max-context, or take --kv f16"
             )
 
     def _compile(self, progress: Progress) -> None:
@@ -87,7 +87,6 @@ class CudaBackend:
                 self._graphs["layers", bucket] = graph
                 with self._device.capture() as graph:
                     self._forward.logits(bucket)
-                    self._device.copy_out(self._choice[:bucket], self._forward.buffers["choice"])
                 self._graphs["logits", bucket] = graph
                 stage.advance(2, f"{bucket} rows")
         zero = np.zeros(1, np.int32)
@@ -154,8 +153,8 @@ def plain(draw: Draw) -> bool:
 # -- loading
 
 
-def load_forward(device: Device, model: Model, sizes: Sizes, progress: Progress) -> Forward:
-    """Read, arrange and upload every tensor; allocate cells and buffers."""
+def load_forward(device: Device, model: Model, sizes: Sizes, choice: int, progress: Progress) -> Forward:
+    """Read, arrange and upload every tensor; allocate cells and buffers. `choice`: where arg-maxima go, host memory."""
     g = model.geometry
 
     def linear(host: Arranged, epilogue: str) -> Linear:
@@ -201,6 +200,7 @@ def load_forward(device: Device, model: Model, sizes: Sizes, progress: Progress)
         scratch=device.allocate(tiles * g.heads * plan.scratch_bytes, zero=False),
         tickets=device.allocate(4 * MAX_ROWS * g.heads),
         attention=plan,
+        choice=choice,
     )
 
 

@@ -1,7 +1,7 @@
 """The GPU as this package uses it: compiled kernels kept on disk, buffers, launches, graphs.
 
-With emit.py the only place that talks to numba-cuda, cuda-core and the driver. Kernels are compiled ahead of time (PTX by
-numba, machine code by the CUDA linker), so a second start loads them from the cache folder and compiles nothing.
+With emit.py the only place that talks to numba-cuda, cuda-core and the driver. Kernels are compiled ahead of time (PTX
+by numba, machine code by the CUDA linker), so a second start loads them from the cache folder and compiles nothing.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _codes(kind: Any) -> str:
     from numba import types
 
     if isinstance(kind, types.BaseTuple):
-        return "".join(_codes(part) for part in kind)
+        return "".join(_codes(part) for part in kind.types)  # type: ignore[attr-defined]
     if isinstance(kind, types.CPointer):
         return "p"
     return {"int32": "i", "uint32": "u", "float32": "f", "int64": "l", "float64": "d"}[kind.name]

@@ -300,7 +300,7 @@ def _run(body: Callable[..., Any], builder: Any, sig: Any, values: Any) -> Any:
 
 def inlined(function: Callable[..., Any]) -> Any:
     """A device function, copied into every kernel that calls it. It may not call macros that depend on the target."""
-    return cuda.jit(device=True, forceinline=True)(function)
+    return cuda.jit(device=True, forceinline=True)(function)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True, slots=True)

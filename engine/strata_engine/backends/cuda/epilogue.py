@@ -2,8 +2,8 @@
 
 An epilogue has two halves. `prepare` loads what it will need, while the sums are still being made; `finish` gets that
 and four sums of a lane: features a and b (places g and g + 8 of a tile, see layout.feature_order) of rows `row` and
-`row + 1`. All lanes of a warp call both. `inside` is false past the last tile; rows >= `rows` are padding. The arguments
-are a NamedTuple of shapes.py.
+`row + 1`. All lanes of a warp call both. `inside` is false past the last tile; rows >= `rows` are padding. The
+arguments are a NamedTuple of shapes.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The forward as launches: which buffers there are and which kernel follows which.
 
-A layer is five kernels: heads (norm, q k v, RoPE, append), attention, output (+ residual), gate and up (norm, SwiGLU), down
-(+ residual). `Forward.layers` and `Forward.head` queue launches and nothing else, so they can be captured.
+A layer is five kernels: heads (norm, q k v, RoPE, append), attention, output (+ residual), gate and up (norm, SwiGLU),
+down (+ residual). `Forward.layers` and `Forward.head` queue launches and nothing else, so they can be captured.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ class Sizes:
             "logits": rows * g.vocab * 4,
             "top": rows * self.vocab_tiles * 4,
             "best": rows * self.vocab_tiles * 4,
-            "choice": rows * 4,
         }
 
 
@@ -116,6 +115,7 @@ class Forward:
     scratch: Buffer
     tickets: Buffer
     attention: AttentionPlan
+    choice: int  # address of page-locked host memory, int32 [max_rows]
 
     def specs(self) -> list[KernelSpec]:
         """Every kernel that some bucket needs."""
@@ -179,7 +179,8 @@ class Forward:
         grid = (self.layout(bucket).most_tiles, g.heads // shape.heads, spread)
         cells = Cells(
             b["queries"], layer.keys, layer.values, at["position"], at["slot"], self.pages, at["tiles"], b["attended"],
-            self.scratch, self.tickets, g.heads, g.kv_heads, g.head_dim, s.pages_a_slot, pad(g.q_width, UNIT) // 2, s.groups,
+            self.scratch, self.tickets, g.heads, g.kv_heads, g.head_dim, s.pages_a_slot,
+            pad(g.q_width, UNIT) // 2, s.groups,
         )  # fmt: skip
         self.device.launch(self.device.load(spec), grid, cells)
 
@@ -189,7 +190,7 @@ class Forward:
         wanted = self.inputs.at(self.layout(count).offset("wanted"))
         out = Logits(b["logits"], b["top"], b["best"], s.geometry.vocab, s.vocab_tiles)
         self.head.run(self.device, count, b["split"], wanted, self._norm(), out)
-        self.device.launch(self.device.load(argmax_spec()), (count,), b["top"], b["best"], s.vocab_tiles, b["choice"])
+        self.device.launch(self.device.load(argmax_spec()), (count,), b["top"], b["best"], s.vocab_tiles, self.choice)
 
 
 def page_table(sizes: Sizes) -> np.ndarray:

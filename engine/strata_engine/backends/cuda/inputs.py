@@ -2,8 +2,9 @@
 
     wanted [MAX_ROWS] | token, position, cell, slot [bucket each] | tiles [most tiles, 2]
 
-`wanted` stands at the same place in every step, so that the graphs of the head serve all buckets. `bucket` is the step's row count rounded up; rows past the last have position -1 and are not seen by attention. A *tile*
-is a run of neighbouring rows of one slot that attention takes together.
+`wanted` stands at the same place in every step, so that the graphs of the head serve all buckets. `bucket` is the
+step's row count rounded up; rows past the last have position -1 and are not seen by attention. A *tile* is a run of
+neighbouring rows of one slot that attention takes together.
 """
 
 from __future__ import annotations
@@ -51,27 +52,26 @@ class Layout:
 
 def query_tiles(slot: Int32, position: Int32, tile_rows: int) -> Int32:
     """int32 [tiles, 2]: first row and count of runs of at most `tile_rows` rows that follow one another in a slot."""
-    breaks = np.flatnonzero((np.diff(slot) != 0) | (np.diff(position) != 1)) + 1
-    edges = [0, *breaks.tolist(), len(slot)]
-    tiles = [
-        (start, min(tile_rows, end - start))
-        for first, end in zip(edges, edges[1:], strict=False)
-        for start in range(first, end, tile_rows)
-    ]
-    return np.array(tiles, np.int32).reshape(-1, 2)
+    joined = (slot[1:] == slot[:-1]) & (position[1:] == position[:-1] + 1)
+    starts = np.flatnonzero(np.concatenate(([True], ~joined)))
+    ends = np.append(starts[1:], len(slot))
+    if (ends - starts).max() > tile_rows:
+        pairs = [np.arange(a, b, tile_rows) for a, b in zip(starts, ends, strict=True)]
+        starts, last = np.concatenate(pairs), np.repeat(ends, [len(p) for p in pairs])
+        ends = np.minimum(starts + tile_rows, last)
+    return np.stack([starts, ends - starts], axis=1).astype(np.int32)
 
 
 def pack(rows: Rows, layout: Layout, pages: Int32, out: Int32) -> None:
     """Fill `out` [layout.words] for a step; pages [slots, pages a slot]."""
     n, bucket, count = len(rows), layout.bucket, len(rows.wanted)
-    out[:count], out[count:MAX_ROWS] = rows.wanted, 0
     tiles_at = MAX_ROWS + 4 * bucket
+    out[count:] = 0
+    out[:count] = rows.wanted
     parts = out[MAX_ROWS:tiles_at].reshape(4, bucket)
-    parts[:] = 0
-    parts[1] = -1
-    parts[0, :n], parts[1, :n], parts[3, :n] = rows.token, rows.position, rows.slot
-    parts[2, :n] = pages[rows.slot, rows.position // CELLS] * CELLS + rows.position % CELLS
+    parts[1, n:] = -1
+    position = parts[1, :n]
+    parts[0, :n], position[:], parts[3, :n] = rows.token, rows.position, rows.slot
+    parts[2, :n] = pages[rows.slot, position // CELLS] * CELLS + position % CELLS
     tiles = query_tiles(rows.slot, rows.position, layout.tile_rows)
-    table = out[tiles_at : layout.words].reshape(-1, 2)
-    table[: len(tiles)] = tiles
-    table[len(tiles) :] = 0
+    out[tiles_at : tiles_at + tiles.size] = tiles.ravel()

@@ -73,10 +73,10 @@ def _unpack4(e: Emitter, word: Any, zero: int) -> list[Any]:
     return pairs
 
 
-def _unpack8(e: Emitter, low: Any, high: Any, zero: int) -> list[Any]:
+def _unpack8(e: Emitter, words: list[Any], zero: int) -> list[Any]:
     """Eight 8-bit codes (two words) -> four words of halves (code - zero)."""
     bias, pairs = e.u32(_half_bits(1024 + zero)), []
-    for word in (low, high):
+    for word in words:
         for select in (0x4140, 0x4342):
             spread = e.asm(f"prmt.b32 $0, $1, $2, {select};", word.type, "=r,r,r", word, e.u32(0x64646464))
             pairs.append(e.sub_h2(spread, bias))
@@ -88,7 +88,7 @@ def _operand(e: Emitter, form: Format, codes: list[Any], half: int) -> list[Any]
     if form.codes == "q4":
         low, high = (_unpack4(e, codes[2 * half + place], form.zero) for place in (0, 1))
     elif form.codes == "q8":
-        low, high = (_unpack8(e, *codes[4 * half + 2 * place :][:2], form.zero) for place in (0, 1))
+        low, high = (_unpack8(e, codes[4 * half + 2 * place :][:2], form.zero) for place in (0, 1))
     else:
         low, high = (codes[8 * half + 4 * place :][:4] for place in (0, 1))
     return [word for pair in zip(low, high, strict=True) for word in pair]
@@ -214,7 +214,7 @@ NORM = types.Tuple((F32Ptr, i32, f32, f32))  # squares [row, tiles], tiles, 1 / 
 class _Ring:
     """A warp's ring of weights in shared memory, inside a macro: copies run `stages` - 1 steps ahead of their use.
 
-    Every lane copies just what it will read itself, so that no lane waits for another. A step is one unit of `mt` tiles.
+    Every lane copies just what it reads itself, so that no lane waits for another. A step is one unit of `mt` tiles.
     """
 
     def __init__(self, e: Emitter, form: Format, shape: SliceShape, args: _SliceArgs) -> None:
@@ -371,9 +371,9 @@ def slice_kernel(form: Format, shape: SliceShape, prepare: Any, finish: Any, nor
     """A kernel for few rows: each of `slices` warps multiplies its slice of K, then the sums are added in order.
 
     Blocks stay and walk over the tiles; while the finishing warps (one for each of mt * nt parts) add the sums of one
-    set of tiles and run the epilogue, the others already multiply the next. Each warp keeps `stages` copies of weights under way into a ring of its own in
-    shared memory, across tiles: that many bytes in flight is what reading at full speed takes. What does not depend on
-    the kernel before (weights, row indexes) is read before waiting for it.
+    set of tiles and run the epilogue, the others already multiply the next. Each warp keeps `stages` copies of weights
+    under way into a ring of its own in shared memory, across tiles: that many bytes in flight is what reading at full
+    speed takes. What does not depend on the kernel before (weights, row indexes) is read before waiting for it.
 
     Grid: (blocks that share the tiles, blocks of `shape.rows` rows); block: `shape.threads`; shared memory: two sets of
     sums [part, slice, lane, 4], then a ring a warp. Arguments: codes, scales (layout.py); x, index [rows]

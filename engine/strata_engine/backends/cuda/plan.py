@@ -14,7 +14,7 @@ from .device import KernelSpec
 from .layout import Format
 from .shapes import THREADS, AttentionShape, SliceShape, TileShape
 
-MOST_SLICE_ROWS = 32  # more rows than this take the tile kernel
+MOST_SLICE_ROWS = 8  # more rows than this take the tile kernel
 RING_BYTES = 96 << 10  # shared memory of a multiprocessor for weights under way
 SHARED_BYTES = 220 << 10  # what blocks may use of a multiprocessor's shared memory
 SPREAD_ROWS = 32  # up to here the cells of a row are spread over blocks
@@ -29,17 +29,16 @@ def slices_of(tiles: int, units: int) -> int:
     return 16 if 2 * units > tiles else 8
 
 
-def slice_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[SliceShape, int]:
+def slice_shape(form: Format, slices: int, tiles: int, processors: int) -> tuple[SliceShape, int]:
     """(shape, blocks a multiprocessor) of the slice kernel."""
-    nt = -(-min(rows, MOST_SLICE_ROWS) // 8)
     # two tiles a warp share what they read of the activations
-    mt = 2 if nt == 1 and tiles % 2 == 0 and (tiles >= 6 * processors or slices >= 16 and tiles >= processors) else 1
+    mt = 2 if tiles % 2 == 0 and (tiles >= 6 * processors or slices >= 16 and tiles > processors) else 1
     blocks = 1
-    if nt == 1 and slices < 12:
+    if slices < 12:
         blocks = 3 if slices <= 8 and mt == 1 and tiles > 2 * processors else 2
-    stage = slices * SliceShape(slices, mt, nt).slot_bytes(form)
+    stage = slices * SliceShape(slices, mt).slot_bytes(form)
     stages = max(2, min(8, RING_BYTES // (blocks * stage)))
-    return SliceShape(slices, mt, nt, stages), blocks
+    return SliceShape(slices, mt, 1, stages), blocks
 
 
 # mt, nt, across, down, stages, blocks
@@ -56,7 +55,8 @@ def tile_shape(form: Format, slices: int, tiles: int, rows: int, processors: int
         waves = -(-count // (processors * blocks))
         return waves * shape.features * shape.rows * blocks * TILE_COSTS[i]
 
-    fits = [i for i in range(len(TILE_SHAPES)) if _fits(TileShape(slices, *TILE_SHAPES[i][:5]), form, TILE_SHAPES[i][5])]
+    indexes = range(len(TILE_SHAPES))
+    fits = [i for i in indexes if _fits(TileShape(slices, *TILE_SHAPES[i][:5]), form, TILE_SHAPES[i][5])]
     best = min(fits, key=cost)
     return TileShape(slices, *TILE_SHAPES[best][:5]), TILE_SHAPES[best][5]
 
@@ -82,8 +82,8 @@ class AttentionPlan:
         if spread:
             shape, blocks = AttentionShape(self.cell_dim, heads, self.parts, 1, True), 1
         else:
-            small = self.cell_dim <= 64
-            shape, blocks = AttentionShape(self.cell_dim, heads, self.parts, 1 if small else 2, False), 2 if small else 1
+            mt, blocks = (1, 2) if self.cell_dim <= 64 else (2, 1)
+            shape = AttentionShape(self.cell_dim, heads, self.parts, mt, False)
         return attention_spec(shape, blocks), shape, min(16, self.groups) if spread else 1
 
     @property
