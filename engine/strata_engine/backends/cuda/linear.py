@@ -50,7 +50,7 @@ class Linear:
         w = self.weights
         slices = slices_of(w.tiles, w.units)
         if rows <= MOST_SLICE_ROWS:
-            small, blocks = slice_shape(w.form, slices, w.tiles, self.processors)
+            small, blocks = slice_shape(w.form, slices, w.tiles, rows, self.processors)
             return slice_spec(w.form, small, self.epilogue, blocks), small
         large, blocks = tile_shape(w.form, slices, w.tiles, rows, self.processors)
         return tile_spec(w.form, large, self.epilogue, blocks), large

@@ -370,10 +370,10 @@ def _x_rows(
 def slice_kernel(form: Format, shape: SliceShape, prepare: Any, finish: Any, normed: bool) -> Any:
     """A kernel for few rows: each of `slices` warps multiplies its slice of K, then the sums are added in order.
 
-    Blocks stay and walk over the tiles; while the finishing warps (one for each of mt * nt parts) add the sums of one
-    set of tiles and run the epilogue, the others already multiply the next. Each warp keeps `stages` copies of weights
-    under way into a ring of its own in shared memory, across tiles: that many bytes in flight is what reading at full
-    speed takes. What does not depend on the kernel before (weights, row indexes) is read before waiting for it.
+    Blocks stay and walk over the tiles; while the finishing warps add the sums of one set of tiles and run the
+    epilogue, the others already multiply the next. Each warp keeps `stages` copies of weights under way into a ring of
+    its own in shared memory, across tiles: that many bytes in flight is what reading at full speed takes. What does not
+    depend on the kernel before (weights, row indexes) is read before waiting for it.
 
     Grid: (blocks that share the tiles, blocks of `shape.rows` rows); block: `shape.threads`; shared memory: two sets of
     sums [part, slice, lane, 4], then a ring a warp. Arguments: codes, scales (layout.py); x, index [rows]
@@ -383,6 +383,7 @@ def slice_kernel(form: Format, shape: SliceShape, prepare: Any, finish: Any, nor
     slices, mt, nt = shape.slices, shape.mt, shape.nt
     work, norm_factors = _work(form, shape), _norm_factors()
     set_bytes, ring_bytes = shape.set_bytes, shape.stages * shape.slot_bytes(form)
+    own_tiles = shape.finishing // nt  # finishing warps that share the tiles of a row group
 
     def kernel(codes, scales, x, index, rows, units, tiles, norm, out):
         lane = cuda.threadIdx.x & 31
@@ -412,20 +413,24 @@ def slice_kernel(form: Format, shape: SliceShape, prepare: Any, finish: Any, nor
                 factor = norm_factors(squares, index, first_row + n * 8, rows, norm_tiles, inverse, epsilon, lane)
                 r0 = cuda.shfl_sync(0xFFFFFFFF, factor, (lane & 3) * 2)
                 r1 = cuda.shfl_sync(0xFFFFFFFF, factor, (lane & 3) * 2 + 1)
-        part = lane * 16 + (m * nt + n) * (slices * 512)
+        at = lane * 16
         while base < tiles:
             ready = prepare(out, base + m, row, rows, lane)
             cuda.syncthreads()
-            a0, a1, b0, b1 = load_shared4(part)
-            for s in range(1, slices):
-                more = load_shared4(part + s * 512)
-                a0, a1 = add(a0, more[0]), add(a1, more[1])
-                b0, b1 = add(b0, more[2]), add(b1, more[3])
-            if normed:
-                a0, b0 = mul(a0, r0), mul(b0, r0)
-                a1, b1 = mul(a1, r1), mul(b1, r1)
-            finish(out, ready, a0, a1, b0, b1, base + m, True, row, rows, lane)
-            part ^= set_bytes
+            for tile in range(m, mt, own_tiles):
+                if tile > m:
+                    ready = prepare(out, base + tile, row, rows, lane)
+                part = at + (tile * nt + n) * (slices * 512)
+                a0, a1, b0, b1 = load_shared4(part)
+                for s in range(1, slices):
+                    more = load_shared4(part + s * 512)
+                    a0, a1 = add(a0, more[0]), add(a1, more[1])
+                    b0, b1 = add(b0, more[2]), add(b1, more[3])
+                if normed:
+                    a0, b0 = mul(a0, r0), mul(b0, r0)
+                    a1, b1 = mul(a1, r1), mul(b1, r1)
+                finish(out, ready, a0, a1, b0, b1, base + tile, True, row, rows, lane)
+            at ^= set_bytes
             base += stride
 
     return kernel

@@ -14,7 +14,7 @@ from .device import KernelSpec
 from .layout import Format
 from .shapes import THREADS, AttentionShape, SliceShape, TileShape
 
-MOST_SLICE_ROWS = 8  # more rows than this take the tile kernel
+MOST_SLICE_ROWS = 64  # more rows than this take the tile kernel
 RING_BYTES = 96 << 10  # shared memory of a multiprocessor for weights under way
 SHARED_BYTES = 220 << 10  # what blocks may use of a multiprocessor's shared memory
 SPREAD_ROWS = 32  # up to here the cells of a row are spread over blocks
@@ -29,16 +29,26 @@ def slices_of(tiles: int, units: int) -> int:
     return 16 if 2 * units > tiles else 8
 
 
-def slice_shape(form: Format, slices: int, tiles: int, processors: int) -> tuple[SliceShape, int]:
-    """(shape, blocks a multiprocessor) of the slice kernel."""
-    # two tiles a warp share what they read of the activations
-    mt = 2 if tiles % 2 == 0 and (tiles >= 6 * processors or slices >= 16 and tiles > processors) else 1
-    blocks = 1
-    if slices < 12:
-        blocks = 3 if slices <= 8 and mt == 1 and tiles > 2 * processors else 2
-    stage = slices * SliceShape(slices, mt).slot_bytes(form)
-    stages = max(2, min(8, RING_BYTES // (blocks * stage)))
-    return SliceShape(slices, mt, 1, stages), blocks
+def slice_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[SliceShape, int]:
+    """(shape, blocks a multiprocessor) of the slice kernel.
+
+    Tiles of one warp share what it reads of the activations: the more rows there are, the more that counts.
+    """
+    nt = 1 if rows <= 8 else 2
+    mt, blocks = 1, 1
+    if nt == 1:
+        if tiles % 2 == 0 and (tiles >= 6 * processors or slices >= 16 and tiles > processors):
+            mt = 2
+        if slices < 12:
+            blocks = 3 if slices <= 8 and mt == 1 and tiles > 2 * processors else 2
+    else:
+        down = -(-rows // 16)
+        counts = (2, 1) if slices > 12 else (4, 2, 1)
+        mt = next((n for n in counts if tiles % n == 0 and tiles // n * down > 0.9 * processors), 1)
+    shape = SliceShape(slices, mt, nt)
+    room = RING_BYTES if nt == 1 else SHARED_BYTES - 2 * shape.set_bytes
+    stages = max(2, min(8, room // (blocks * slices * shape.slot_bytes(form))))
+    return SliceShape(slices, mt, nt, stages), blocks
 
 
 # mt, nt, across, down, stages, blocks

@@ -20,7 +20,9 @@ class SliceShape:
     mt: int = 1  # tiles a warp; divides the matrix's tiles
     nt: int = 1  # groups of 8 rows
     stages: int = 8  # units whose weights are under way
-    threads = property(lambda self: 32 * (self.slices + self.mt * self.nt))  # workers, then finishing warps
+    # a finishing warp has one row group; with one row group, one tile
+    finishing = property(lambda self: self.mt if self.nt == 1 else self.nt)
+    threads = property(lambda self: 32 * (self.slices + self.finishing))
     rows = property(lambda self: 8 * self.nt)
     part_bytes = property(lambda self: 512 * self.slices * self.mt * self.nt)
     # a power of two, so that the two sets of sums are told apart by one bit
