@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 import socket
@@ -36,6 +37,8 @@ from strata_engine.params import GenParams
 from strata_engine.paths import default_model
 from strata_engine.progress import open_progress
 from strata_engine.rows import Draw, Rows
+
+log = logging.getLogger("bench_cpu")
 
 START_SECONDS = 300.0
 FILL = 8192  # context of the --start measurement
@@ -191,9 +194,8 @@ def print_table(figures: Sequence[Figure]) -> None:
     for f in figures:
         cells = [f"{f.gb_per_s:.1f}" if f.gb_per_s else "", f"{f.share:.0%}" if f.share else ""]
         cells.append(f"{f.ratio:.2f}" if f.ratio else "")
-        print(
-            f"{f.engine:<10} {f.what:<7} {f.requests:>8} {f.tokens_per_s:>9.1f} {cells[0]:>6} {cells[1]:>6} {cells[2]:>6}"
-        )
+        line = f"{f.engine:<10} {f.what:<7} {f.requests:>8} {f.tokens_per_s:>9.1f} "
+        print((line + " ".join(f"{cell:>6}" for cell in cells)).rstrip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +283,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    print(f"machine: {machine()}\ncommand: {' '.join(['python', *sys.argv])}", flush=True)
+    busy = os.getloadavg()[0]
+    print(f"machine: {machine()}, load {busy:.1f}\ncommand: {' '.join(['python', *sys.argv])}", flush=True)
+    if busy > options.threads / 2:
+        log.warning("the machine is busy: threads that wait for each other suffer, and the figures say little")
     starts = measure_starts(options) if options.start else None
     peak = memory_bandwidth(options.threads)
     print(f"memory: {peak / 1e9:.1f} GB/s read by {options.threads} threads; model: {options.model.name}", flush=True)

@@ -47,7 +47,7 @@ class Tiny:
     rope_dims: int | None = None  # default: all of head_dim
     rope_freqs: bool = False
     scaling: Mapping[str, object] = field(default_factory=dict)  # as {"type": "yarn", "factor": 4.0}
-    metadata: Mapping[str, object] = field(default_factory=dict)  # whole numbers, set after all others
+    metadata: Mapping[str, object] = field(default_factory=dict)  # whole numbers or lists of them, set last
     seed: int = 0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -92,7 +92,10 @@ def write_model(path: Path, tiny: Tiny | None = None, change: Callable[[Tensors]
     _add_tokenizer(writer, tiny.vocab)
     for key, value in tiny.metadata.items():
         writer.kv_data[0].pop(key, None)
-        writer.add_uint32(key, int(value))  # type: ignore[call-overload]
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            writer.add_uint32(key, int(value))  # type: ignore[call-overload]
     for name, (data, kind) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=None if kind == Type.F32 else kind)
     writer.write_header_to_file()

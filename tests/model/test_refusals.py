@@ -132,6 +132,11 @@ def test_unknown_rope_scaling(refuse):
     assert "'longrope' is not supported" in refuse(scaling={"type": "longrope"})
 
 
+@pytest.mark.parametrize("key", ["llama.attention.head_count_kv", "tokenizer.ggml.eos_token_id"])
+def test_a_list_where_a_number_belongs(refuse, key):
+    assert f"'{key}' is a list" in refuse(metadata={key: [2, 2]})
+
+
 def test_missing_metadata(refuse, whole):
     assert "'llama.block_count' is missing" in refuse(whole.replace(b"llama.block_count", b"llama.block_caunt"))
 

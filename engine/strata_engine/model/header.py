@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from mmap import mmap
+from typing import Any
 
 import gguf
 from gguf import GGUFValueType as Value
@@ -72,6 +73,13 @@ def check_header(data: mmap | bytes) -> None:
     for _ in range(count):
         _check_tensor(cursor, tensors)
     _check_places(tensors, -(-cursor.at // tensors.alignment) * tensors.alignment, len(data))
+
+
+def list_size(data: Any, at: int) -> int:
+    """Bytes that the metadata list at byte `at` of a checked file takes, its type and count included."""
+    cursor = _Cursor(data, at)
+    _skip_value(cursor, Value.ARRAY, "a list")
+    return cursor.at - at
 
 
 def _check_key(cursor: _Cursor, tensors: _Tensors) -> None:

@@ -16,7 +16,9 @@ from .weights import Weights
 def build_matmul(form: Format, shape: SliceShape | TileShape, epilogue: str) -> tuple[Any, Any]:
     """(kernel, signature) of a matmul kernel with a named epilogue."""
     from .epilogue import EPILOGUES
-    from .matmul import signature, slice_kernel, tile_kernel
+    from .matmul import signature
+    from .slice import slice_kernel
+    from .tile import tile_kernel
 
     prepare, finish, kind, normed = EPILOGUES[epilogue]
     if isinstance(shape, SliceShape):
