@@ -64,12 +64,38 @@ ARTICLE = (
     '"I did not sleep," she told the newspaper, "because ships do not sleep." '
     "The lighthouse was closed in 1988 and is now a museum."
 )
+NOTICE = (
+    "The museum opens at nine on weekdays and at ten on Sundays. Tickets cost 12 euros, or 6 euros for students. "
+    'Large bags must be left at the desk. "Please do not touch the sculptures," says a sign at the door, '
+    '"even if they seem to ask for it." The cafe closes half an hour before the museum.'
+)
+WORDS = """def read_lines(path):
+    lines = []
+    with open(path) as file:
+        for line in file:
+            lines.append(line.strip())
+    return lines
+
+
+def count_words(path):
+    words = {}
+    for line in read_lines(path):
+        for word in line.split():
+            words[word] = words.get(word, 0) + 1
+    return words
+"""
+# The drafting policy was tuned with the first three (and others) in sight, not with those that are called unseen.
 REPEATING = {
     "summary with quotes": (f"Summarise this text and quote the important sentences word for word:\n\n{ARTICLE}", ""),
     "quotes": (f"Quote every sentence in quotation marks of this text, then repeat the text:\n\n{ARTICLE}", ""),
     "code edit": (
         f"Rename the function average to mean and write out the whole code:\n\n```python\n{CODE}```",
         "```python\ndef total(items):\n    result = 0\n",
+    ),
+    "unseen summary": (f"Summarise this text with quotes from it:\n\n{NOTICE}", ""),
+    "unseen code edit": (
+        f"Rename words to counts in this code and write all of it out:\n\n```python\n{WORDS}```",
+        "```python\ndef read_lines(path):\n",
     ),
 }
 FRESH = {

@@ -6,6 +6,9 @@ from feeding import Text, random_tokens, read
 from tiny_model import AFFINE
 
 from strata_engine.model.reference import reference_logits
+from strata_engine.params import GenParams
+from strata_engine.rows import Draw
+from strata_engine.sampling.cpu import CpuSampler
 
 pytestmark = pytest.mark.xdist_group("cpu")
 TOLERANCE = 1e-4  # float32 leaves up to 4e-5 at logits of up to 20
@@ -98,3 +101,14 @@ def test_logits_are_a_copy(tiny, start):
     kept = backend.logits()
     read(backend, Text(0, [6]))
     assert np.array_equal(kept, first)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 33, 100])
+def test_tokens_are_chosen_for_many_rows_of_any_vocabulary(tiny, start, vocab):
+    model = tiny(width=32, ff=32, vocab=vocab, layers=1)
+    backend = start(model)
+    logits = read(backend, Text(0, random_tokens(5, vocab)))[0]
+    params = [GenParams(), GenParams(temperature=1.0, seed=3), GenParams(logprobs=2), GenParams(penalty_present=1.0)]
+    draws = [Draw(p, 0, np.zeros(1, np.int32)) for p in (*params, GenParams())]
+    assert backend.choose(draws) == CpuSampler(vocab).choose(logits, draws)
+    assert np.array_equal(backend.logits(), logits), "patched logits are restored"

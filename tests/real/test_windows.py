@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, cycle
 
 import pytest
 
@@ -30,6 +30,7 @@ KINDS: dict[str, dict] = {
     "seeded": {"temperature": 0.8, "seed": 2**64 - 5},
     "penalised": {"penalty_repeat": 1.05, "penalty_present": 0.2, "penalty_last_n": 24},
     "min_p + top_p": {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "seed": 11},
+    "all at once": {"temperature": 0.8, "top_p": 0.95, "min_p": 0.02, "penalty_freq": 0.1, "seed": 4},
 }
 TEXT = (
     "The lighthouse at Cape Verdance was built in 1871. The tower is 41 metres high and its lamp could be seen from 35"
@@ -163,7 +164,7 @@ def test_in_company_ids_and_log_probabilities_are_those_alone(engine, quote, rig
 
 
 def test_neighbours_with_other_windows_change_nothing(engine, quote, right):
-    answers = [of_kind(engine, quote, kind, draft) for kind, draft in zip(KINDS, DRAFTS, strict=True)]
+    answers = [of_kind(engine, quote, kind, draft) for kind, draft in zip(KINDS, cycle(DRAFTS), strict=False)]
     assert [answer.choices for answer in answers if answer.done()] == list(right.values())
 
 
@@ -173,8 +174,8 @@ def test_the_matrix_sees_accepted_and_rejected_drafts(engine, quote, kind):
     assert 0 < done.drafts_accepted < done.drafts_offered
 
 
-def test_the_matrix_compares_four_answers(right):
-    assert len({tuple(choice.token for choice in choices) for choices in right.values()}) == 4
+def test_the_matrix_compares_different_answers(right):
+    assert len({tuple(choice.token for choice in choices) for choices in right.values()}) == len(KINDS)
 
 
 def test_log_probabilities_of_drafted_tokens_are_real(right):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +19,11 @@ from .attention import CHUNK, DIMS, SEGMENT, SPAN, STATE
 from .forward import COUNTER_STRIDE, MATRICES, PHASES_A_LAYER, PHASES_ELSEWHERE, Buffers, Sizes, run_step
 from .layout import TILE, Arena, pad
 from .matmul import GROUP
+from .precompile import CELL_TYPES, ensure_compiled
 from .team import Team
 
 MAX_ROWS = 512
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 
 class CpuBackend:
@@ -41,6 +45,7 @@ class CpuBackend:
         self.vocab, self.context, self.slots, self.max_rows = model.vocab, context, slots, max_rows
         self._team = Team(threads or len(os.sched_getaffinity(0)))
         self._sizes = _sizes(model.geometry, context, max_rows)
+        _return_large_blocks()
         with progress.stage("reading weights", total=model.geometry.layers + 1) as stage:
             arena, matrices, norms = _weights(model, self._sizes, stage.advance)
         weights = arena, matrices, norms
@@ -48,16 +53,18 @@ class CpuBackend:
         phases = PHASES_A_LAYER * model.geometry.layers + PHASES_ELSEWHERE
         self._counters = [np.zeros((phases + 1) * COUNTER_STRIDE, np.int64) for _ in range(2)]
         self._sampler = CpuSampler(self.vocab)
+        self._kv = kv
         self._wanted = 0
 
     def warm_up(self, progress: Progress) -> None:
         """Compile every kernel, or load it from the cache."""
         one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
         with progress.stage("compiling kernels", total=2) as stage:
+            ensure_compiled(self._kv)
+            stage.advance(1, "loading")
             self.forward(Rows(one, one, one, none))
-            stage.advance(1, "forward")
             self._sampler.warm_up()
-            stage.advance(1, "sampler")
+            stage.advance(1, "done")
 
     def forward(self, rows: Rows) -> None:
         arrays = [np.ascontiguousarray(a, np.int32) for a in (rows.slot, rows.position, rows.token, rows.wanted)]
@@ -72,13 +79,20 @@ class CpuBackend:
         return self._sampler.choose(self._logits(), draws)
 
     def logits(self) -> Float32:
-        return self._logits().copy()
+        return self._logits()[:, : self.vocab].copy()
 
     def _logits(self) -> Float32:
-        return self._buffers.logits.reshape(-1, self._sizes.vocab_ld)[: self._wanted, : self.vocab]
+        """[wanted, vocab_ld]: rows padded to whole tiles."""
+        return self._buffers.logits.reshape(-1, self._sizes.vocab_ld)[: self._wanted]
 
     def close(self) -> None:
         self._team.close()
+
+
+def _return_large_blocks() -> None:
+    """Have the C library give freed arrays back to the system, instead of learning to keep them."""
+    with suppress(AttributeError, OSError):  # glibc only
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
 
 
 def _spans(rows: Rows) -> Int32:
@@ -151,7 +165,7 @@ def _buffers(
     arena, matrices, norms = weights
     rows = pad(max_rows, GROUP)
     cos, sin = model.rope(context)
-    cell = {"f32": np.float32, "f16": np.uint16}[kv]
+    cell = CELL_TYPES[kv]
     cells = slots * s.layers * s.kv_heads * s.chunks * CHUNK
     partial = rows * s.heads * s.segments * (s.value_dim + STATE)
 

@@ -1,0 +1,394 @@
+"""The GPU as this package uses it: compiled kernels kept on disk, buffers, launches, graphs.
+
+With emit.py the only place that talks to numba-cuda, cuda-core and the driver. Kernels are compiled ahead of time (PTX
+by numba, machine code by the CUDA linker), so a second start loads them from the cache folder and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import multiprocessing
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+
+class DeviceError(RuntimeError):
+    """The GPU or its driver refused something."""
+
+
+class OutOfMemoryError(DeviceError):
+    """An allocation did not fit."""
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call, or DeviceError."""
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        name = getattr(error, "name", str(error))
+        kind = OutOfMemoryError if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else DeviceError
+        raise kind(f"CUDA: {name}")
+    return values[0] if len(values) == 1 else values or None
+
+
+def why_unavailable() -> str | None:
+    """None if a GPU answers, else why not."""
+    try:
+        check(driver.cuInit(0))
+        count = check(driver.cuDeviceGetCount())
+    except Exception as error:  # a missing driver library raises whatever its loader raises
+        return str(error).strip().splitlines()[0]
+    return None if count else "no GPU"
+
+
+# -- kernels on disk
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """What it takes to compile a kernel, as plain data that a worker process can receive.
+
+    `build()` gives (kernel function, numba signature).
+    """
+
+    name: str
+    build: Callable[[], tuple[Callable[..., None], Any]]
+    threads: int
+    shared_bytes: int = 0
+    blocks: int = 1  # blocks that are to fit on a multiprocessor: caps the registers
+
+
+def cache_folder() -> pathlib.Path:
+    """Where compiled kernels are kept: $STRATA_CUDA_CACHE, or strata/cuda in the user's cache folder."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(pathlib.Path.home() / ".cache")
+    return pathlib.Path(os.environ.get("STRATA_CUDA_CACHE") or pathlib.Path(root) / "strata" / "cuda")
+
+
+@functools.cache
+def _versions() -> str:
+    """Everything besides the spec that decides a kernel's machine code: our sources and the compilers."""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    for package in ("numba", "numba-cuda", "llvmlite"):
+        digest.update(importlib.metadata.version(package).encode())
+    return digest.hexdigest()
+
+
+def cubin_path(spec: KernelSpec, cc: tuple[int, int]) -> pathlib.Path:
+    key = hashlib.sha256(f"{_versions()} {spec.name} {spec.threads} {spec.blocks}".encode()).hexdigest()[:24]
+    return cache_folder() / f"sm_{cc[0]}{cc[1]}" / f"{spec.name}-{key}.cubin"
+
+
+def compile_spec(spec: KernelSpec, cc: tuple[int, int]) -> str:
+    """The PTX of a kernel; needs no GPU."""
+    from .emit import compile_ptx
+
+    kernel, signature = spec.build()
+    return compile_ptx(kernel, signature, cc, spec.threads, spec.blocks)
+
+
+def link(ptx: str, cc: tuple[int, int]) -> bytes:
+    """PTX -> machine code."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    options = LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}")
+    return bytes(Linker(ObjectCode.from_ptx(ptx.encode()), options=options).link("cubin").code)
+
+
+ARGUMENTS = {
+    "p": ctypes.c_uint64,
+    "i": ctypes.c_int32,
+    "u": ctypes.c_uint32,
+    "f": ctypes.c_float,
+    "l": ctypes.c_int64,
+    "d": ctypes.c_double,
+}
+
+
+def _codes(kind: Any) -> str:
+    """numba type -> one letter of ARGUMENTS for each launch argument it becomes."""
+    from numba import types
+
+    if isinstance(kind, types.BaseTuple):
+        return "".join(_codes(part) for part in kind.types)  # type: ignore[attr-defined]
+    if isinstance(kind, types.CPointer):
+        return "p"
+    return {"int32": "i", "uint32": "u", "float32": "f", "int64": "l", "float64": "d"}[kind.name]
+
+
+def build_to_disk(spec: KernelSpec, cc: tuple[int, int]) -> str:
+    """Compile a kernel into the cache: its argument letters, a line feed, machine code. Gives back its name."""
+    path = cubin_path(spec, cc)
+    _, signature = spec.build()
+    kinds = "".join(code for argument in signature.args for code in _codes(argument))
+    code = kinds.encode() + b"\n" + link(compile_spec(spec, cc), cc)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(code)
+    partial.replace(path)  # another process may read at any time
+    return spec.name
+
+
+def build_missing(
+    specs: Sequence[KernelSpec], cc: tuple[int, int], report: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """Compile what the cache lacks, on all cores; `report(done, total)` after each."""
+    missing = {spec.name: spec for spec in specs if not cubin_path(spec, cc).exists()}
+    if not missing:
+        return
+    log.info("compiling %d kernels for sm_%d%d (once; kept in %s)", len(missing), *cc, cache_folder())
+    workers = min(len(missing), os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+        jobs = [pool.submit(build_to_disk, spec, cc) for spec in missing.values()]
+        for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
+            job.result()
+            report(done, len(missing))
+
+
+# -- the device
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Device memory. `address` goes to kernels."""
+
+    address: int
+    size: int
+
+    def at(self, offset: int) -> int:
+        return self.address + offset
+
+
+@dataclass(slots=True)
+class Kernel:
+    """A loaded kernel and the types of its flattened arguments."""
+
+    function: Any
+    kinds: list[Any]
+    threads: int
+    shared_bytes: int
+    name: str = ""
+
+
+def flatten_values(values: Sequence[Any]) -> list[Any]:
+    """Launch arguments: tuples opened, buffers as addresses."""
+    out: list[Any] = []
+    for value in values:
+        if isinstance(value, tuple):
+            out += flatten_values(value)
+        else:
+            out.append(
+                value.address if isinstance(value, Buffer) else value.item() if isinstance(value, np.generic) else value
+            )
+    return out
+
+
+@dataclass
+class Device:
+    """One GPU: a context, a stream, loaded kernels. Used from one thread at a time; see `use`."""
+
+    ordinal: int = 0
+    dependent_launch: bool = True  # overlap a kernel's start with the end of the one before (Hopper and later)
+    cc: tuple[int, int] = field(init=False)
+    name: str = field(init=False)
+    multiprocessors: int = field(init=False)
+    _loaded: dict[str, Kernel] = field(init=False, default_factory=dict)
+    _pinned: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        check(driver.cuInit(0))
+        self._device = check(driver.cuDeviceGet(self.ordinal))
+        self._context = check(driver.cuDevicePrimaryCtxRetain(self._device))
+        self.use()
+        kinds = driver.CUdevice_attribute
+        major, minor, self.multiprocessors = (
+            check(driver.cuDeviceGetAttribute(kind, self._device))
+            for kind in (
+                kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+            )
+        )
+        self.cc = (major, minor)
+        self.dependent_launch = self.dependent_launch and self.cc >= (9, 0)
+        raw = check(driver.cuDeviceGetName(256, self._device))
+        self.name = raw.split(b"\0")[0].decode()
+        self.stream = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+    def use(self) -> None:
+        """Make the device current on the calling thread."""
+        check(driver.cuCtxSetCurrent(self._context))
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes."""
+        free, total = check(driver.cuMemGetInfo())
+        return free, total
+
+    # -- memory
+
+    def allocate(self, size: int, zero: bool = True) -> Buffer:
+        """Device memory, rounded up to 256 bytes, zeroed unless told otherwise."""
+        size = max(256, -(-size // 256) * 256)
+        buffer = Buffer(int(check(driver.cuMemAlloc(size))), size)
+        if zero:
+            check(driver.cuMemsetD8Async(buffer.address, 0, size, self.stream))
+        return buffer
+
+    def upload(self, values: NDArray) -> Buffer:
+        """A new buffer with a copy of an array."""
+        values = np.ascontiguousarray(values)
+        buffer = self.allocate(values.nbytes, zero=False)
+        self.write(buffer, values)
+        return buffer
+
+    def write(self, buffer: Buffer, values: NDArray, offset: int = 0) -> None:
+        """Copy an array into a buffer; done when this returns."""
+        values = np.ascontiguousarray(values)
+        self.synchronize()
+        check(driver.cuMemcpyHtoD(buffer.at(offset), values.ctypes.data, values.nbytes))
+
+    def read(self, buffer: Buffer, shape: Sequence[int] | int, dtype: Any, offset: int = 0) -> NDArray:
+        """A copy of a buffer's contents, after all work launched so far."""
+        out = np.empty(shape, dtype)
+        self.synchronize()
+        if out.nbytes:
+            check(driver.cuMemcpyDtoH(out.ctypes.data, buffer.at(offset), out.nbytes))
+        return out
+
+    def free(self, buffer: Buffer) -> None:
+        check(driver.cuMemFree(buffer.address))
+
+    def pinned(self, words: int) -> NDArray[np.int32]:
+        """Zeroed page-locked host memory that graphs copy from or to."""
+        size = 4 * max(words, 1)
+        address = int(check(driver.cuMemHostAlloc(size, 0)))
+        self._pinned.append(address)
+        ctypes.memset(address, 0, size)
+        return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int32)), (max(words, 1),))
+
+    def copy_in(self, buffer: Buffer, source: NDArray) -> None:
+        """Queue a copy from page-locked memory; captured if a graph is being captured."""
+        check(driver.cuMemcpyHtoDAsync(buffer.address, source.ctypes.data, source.nbytes, self.stream))
+
+    def copy_out(self, target: NDArray, buffer: Buffer, offset: int = 0) -> None:
+        """Queue a copy to page-locked memory."""
+        check(driver.cuMemcpyDtoHAsync(target.ctypes.data, buffer.at(offset), target.nbytes, self.stream))
+
+    # -- kernels
+
+    def load(self, spec: KernelSpec) -> Kernel:
+        """The kernel of a spec: from memory, from the cache, or compiled now."""
+        if spec.name in self._loaded:
+            return self._loaded[spec.name]
+        path = cubin_path(spec, self.cc)
+        if not path.exists():
+            build_to_disk(spec, self.cc)
+        codes, _, code = path.read_bytes().partition(b"\n")
+        module = check(driver.cuModuleLoadData(code))
+        functions = check(driver.cuModuleEnumerateFunctions(1, module))
+        function = functions[0] if isinstance(functions, (list, tuple)) else functions
+        if spec.shared_bytes > 48 * 1024:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuFuncSetAttribute(function, attribute, spec.shared_bytes))
+        kinds = [ARGUMENTS[letter] for letter in codes.decode()]
+        self._loaded[spec.name] = Kernel(function, kinds, spec.threads, spec.shared_bytes, spec.name)
+        return self._loaded[spec.name]
+
+    def launch(self, kernel: Kernel, grid: tuple[int, ...], *args: Any, dependent: bool = True) -> None:
+        """Queue a kernel. `dependent`: it may start while the one before ends (it waits itself)."""
+        values = [kind(value) for kind, value in zip(kernel.kinds, flatten_values(args), strict=True)]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+        config.sharedMemBytes = kernel.shared_bytes
+        config.hStream = self.stream
+        if dependent and self.dependent_launch:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        try:
+            check(driver.cuLaunchKernelEx(config, kernel.function, ctypes.addressof(pointers), 0))
+        except DeviceError as error:
+            raise DeviceError(f"{error} at the launch of {kernel.name}, grid {grid}") from None
+
+    # -- graphs and time
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Collect what is queued inside into a graph, which can be replayed afterwards."""
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check(driver.cuStreamBeginCapture(self.stream, mode))
+        graph = Graph(self)
+        try:
+            yield graph
+        except BaseException:
+            driver.cuStreamEndCapture(self.stream)
+            raise
+        captured = check(driver.cuStreamEndCapture(self.stream))
+        graph.instance = check(driver.cuGraphInstantiate(captured, 0))
+        check(driver.cuGraphDestroy(captured))
+
+    def synchronize(self) -> None:
+        """Wait for all queued work."""
+        check(driver.cuStreamSynchronize(self.stream))
+
+    def event(self) -> Any:
+        """Record a point in time on the stream."""
+        event = check(driver.cuEventCreate(0))
+        check(driver.cuEventRecord(event, self.stream))
+        return event
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        check(driver.cuEventSynchronize(end))
+        return float(check(driver.cuEventElapsedTime(start, end)))
+
+    def copy_bandwidth(self, size: int = 1 << 30, repeats: int = 5) -> float:
+        """Bytes a second read and written by a copy of `size` bytes within the device: the median."""
+        source, target, rates = self.allocate(size), self.allocate(size), []
+        for _ in range(repeats + 1):
+            start = self.event()
+            check(driver.cuMemcpyDtoDAsync(target.address, source.address, size, self.stream))
+            rates.append(2 * size / self.elapsed_ms(start, self.event()) * 1e3)
+        self.free(source)
+        self.free(target)
+        return sorted(rates[1:])[repeats // 2]
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.synchronize()
+        for address in self._pinned:
+            check(driver.cuMemFreeHost(address))
+        self._pinned.clear()
+        check(driver.cuStreamDestroy(self.stream))
+        check(driver.cuDevicePrimaryCtxRelease(self._device))
+
+
+@dataclass(slots=True)
+class Graph:
+    """Captured work."""
+
+    device: Device
+    instance: Any = None
+
+    def launch(self) -> None:
+        """Queue the whole graph."""
+        check(driver.cuGraphLaunch(self.instance, self.device.stream))
