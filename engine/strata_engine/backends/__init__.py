@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..progress import Progress
 from .base import Backend
+from .dump import VARIABLE, dumping
 
 if TYPE_CHECKING:
     from ..model import Model
@@ -27,7 +28,21 @@ def open_backend(
     kv: str = "f32",
     progress: Progress,
 ) -> Backend:
-    """Load the model onto `device` ("auto", "cuda" or "cpu") and compile its kernels. Raises BackendError."""
+    """Load the model onto `device` ("auto", "cuda" or "cpu") and compile its kernels. Raises BackendError.
+
+    With STRATA_DUMP_FIRST_LOGITS=FILE in the environment, each request's first logits are appended to FILE.
+    """
+    backend = _open(model, device, context, slots, threads, kv, progress)
+    try:
+        return dumping(backend)
+    except OSError as error:
+        backend.close()
+        raise BackendError(f"{VARIABLE}: {error.filename}: {error.strerror}") from None
+
+
+def _open(
+    model: Model, device: str, context: int, slots: int, threads: int | None, kv: str, progress: Progress
+) -> Backend:
     if device != "cpu" and _cuda_wanted(device):
         from .cuda.backend import CudaBackend
 
