@@ -16,7 +16,8 @@ class FirstLogitsDump:
 
     def __init__(self, backend: Backend, path: str) -> None:
         self._backend = backend
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the backend
+        with open(path, "ab"):  # fail now rather than at the first request
+            self._path = path
         self.device, self.vocab, self.context = backend.device, backend.vocab, backend.context
         self.slots, self.max_rows = backend.slots, backend.max_rows
 
@@ -26,14 +27,14 @@ class FirstLogitsDump:
     def choose(self, draws: Sequence[Draw]) -> list[Choice]:
         first = [i for i, draw in enumerate(draws) if draw.index == 0]
         if first:
-            self._file.write(self._backend.logits()[first].tobytes())
+            with open(self._path, "ab") as file:
+                file.write(self._backend.logits()[first].tobytes())
         return self._backend.choose(draws)
 
     def logits(self) -> Float32:
         return self._backend.logits()
 
     def close(self) -> None:
-        self._file.close()
         self._backend.close()
 
 
