@@ -16,11 +16,11 @@ from ...progress import Progress
 from ...rows import Choice, Draw, Float32, Int32, Rows
 from ...sampling.cpu import CpuSampler
 from .attention import CHUNK, DIMS, SEGMENT, SPAN, STATE
-from .forward import COUNTER_STRIDE, MATRICES, PHASES_A_LAYER, PHASES_ELSEWHERE, Buffers, Sizes, run_step
+from .forward import COUNTERS, MATRICES, PHASES_A_LAYER, PHASES_ELSEWHERE, Buffers, Sizes, run_step
 from .layout import TILE, Arena, pad
 from .matmul import GROUP
 from .precompile import CELL_TYPES, ensure_compiled
-from .team import Team
+from .team import LAG, Team
 
 MAX_ROWS = 512
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
@@ -51,7 +51,7 @@ class CpuBackend:
         weights = arena, matrices, norms
         self._buffers = _buffers(model, self._sizes, weights, context, slots, kv, max_rows, self._team.size)
         phases = PHASES_A_LAYER * model.geometry.layers + PHASES_ELSEWHERE
-        self._counters = [np.zeros((phases + 1) * COUNTER_STRIDE, np.int64) for _ in range(2)]
+        self._counters = [np.zeros(phases * COUNTERS, np.int64) for _ in range(LAG + 1)]
         self._sampler = CpuSampler(self.vocab)
         self._kv = kv
         self._wanted = 0
@@ -69,8 +69,8 @@ class CpuBackend:
     def forward(self, rows: Rows) -> None:
         arrays = [np.ascontiguousarray(a, np.int32) for a in (rows.slot, rows.position, rows.token, rows.wanted)]
         arrays.append(_spans(rows))
-        self._counters.reverse()
-        counters, threads, sizes, buffers = self._counters[0], self._team.size, self._sizes, self._buffers
+        self._counters.append(self._counters.pop(0))
+        counters, threads, sizes, buffers = self._counters[-1], self._team.size, self._sizes, self._buffers
         counters[:] = 0
         self._team.run(lambda thread: run_step(thread, threads, counters, sizes, buffers, *arrays))
         self._wanted = len(rows.wanted)

@@ -1,7 +1,9 @@
 """One forward over rows: all layers in one compiled function that every thread of the team runs.
 
 A layer is ten phases. In each, threads take the next piece of work from a shared counter (which thread takes a piece
-never changes a result), then meet at a barrier. Nothing here touches Python, so the GIL is free for the whole step.
+never changes a result), and a phase is over when all its pieces are finished, whoever did them: a thread that another
+program has pushed off its processor holds nobody up unless it has a piece in hand. Nothing here touches Python, so the
+GIL is free for the whole step.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ _Q, _K, _V, _OUT, _GATE, _UP, _DOWN = range(len(MATRICES))
 
 PHASES_A_LAYER = 10
 PHASES_ELSEWHERE = 3
-COUNTER_STRIDE = 8  # int64s between counters: a cache line
-_SPINS = 2000  # barrier polls before a thread offers its processor
+COUNTERS = 16  # int64s a phase: pieces taken, and a cache line on, pieces finished
+_FINISHED = 8
+_SPINS = 2000  # polls before a waiting thread offers its processor
 
 
 class Sizes(NamedTuple):
@@ -99,21 +102,23 @@ class Team(NamedTuple):
 
 
 @njit(nogil=True)
-def _meet(team, phase):
-    """Barrier behind `phase`; returns the next phase."""
-    atomic_add(team.counters, 0, 1)
+def _take(team, phase, count):
+    """First of the next `count` pieces of work of a phase."""
+    return atomic_add(team.counters, COUNTERS * phase, count)
+
+
+@njit(nogil=True)
+def _finish(team, phase, mine, pieces):
+    """Report `mine` pieces and wait until all `pieces` of the phase are finished; returns the next phase."""
+    at = COUNTERS * phase + _FINISHED
+    if mine > 0:
+        atomic_add(team.counters, at, mine)
     spins = 0
-    while atomic_load(team.counters, 0) < (phase + 1) * team.threads:
+    while atomic_load(team.counters, at) < pieces:
         spins += 1
         if spins > _SPINS:
             yield_thread()
     return phase + 1
-
-
-@njit(nogil=True)
-def _take(team, phase, count):
-    """First of the next `count` pieces of work of a phase."""
-    return atomic_add(team.counters, COUNTER_STRIDE * (phase + 1), count)
 
 
 @njit(nogil=True)
@@ -134,31 +139,31 @@ def _weights(buffers):
 @njit(nogil=True)
 def _embed_rows(team, phase, sizes, buffers, step, scratch):
     matrix = _matrix(buffers, sizes.layers, 0)
-    row = _take(team, phase, 1)
+    mine, row = 0, _take(team, phase, 1)
     while row < step.rows:
         embed(_weights(buffers), matrix, step.token[row], buffers.x, row * sizes.x_ld, scratch)
-        row = _take(team, phase, 1)
-    return _meet(team, phase)
+        mine, row = mine + 1, _take(team, phase, 1)
+    return _finish(team, phase, mine, step.rows)
 
 
 @njit(nogil=True)
 def _norm_rows(team, phase, sizes, buffers, rows, which):
     """normed = norm of x by the weights of norm `which`, and its block sums."""
-    row = _take(team, phase, 1)
+    mine, row = 0, _take(team, phase, 1)
     while row < rows:
         at = row * sizes.x_ld
         norm(
             buffers.x, at, buffers.norms, which * sizes.x_ld, buffers.normed, at, sizes.x_ld, sizes.width, sizes.rms_eps
         )  # fmt: skip
         block_sums(buffers.normed, at, sizes.x_ld, buffers.sums, row * sizes.sums_ld)
-        row = _take(team, phase, 1)
-    return _meet(team, phase)
+        mine, row = mine + 1, _take(team, phase, 1)
+    return _finish(team, phase, mine, rows)
 
 
 @njit(nogil=True)
 def _norm_wanted(team, phase, sizes, buffers, step):
     """normed = output norm of the wanted rows of x, packed together, and its block sums."""
-    i = _take(team, phase, 1)
+    mine, i = 0, _take(team, phase, 1)
     while i < step.wanted_count:
         at = i * sizes.x_ld
         x_at = step.wanted[i] * sizes.x_ld
@@ -167,8 +172,8 @@ def _norm_wanted(team, phase, sizes, buffers, step):
             sizes.x_ld, sizes.width, sizes.rms_eps,
         )  # fmt: skip
         block_sums(buffers.normed, at, sizes.x_ld, buffers.sums, i * sizes.sums_ld)
-        i = _take(team, phase, 1)
-    return _meet(team, phase)
+        mine, i = mine + 1, _take(team, phase, 1)
+    return _finish(team, phase, mine, step.wanted_count)
 
 
 @njit(nogil=True)
@@ -176,7 +181,7 @@ def _project_qkv(team, phase, sizes, buffers, rows, layer, y):
     q, k, v = _matrix(buffers, layer, _Q), _matrix(buffers, layer, _K), _matrix(buffers, layer, _V)
     q_tiles, k_tiles = _tiles(q), _tiles(k)
     input = Input(buffers.normed, sizes.x_ld, buffers.sums, sizes.sums_ld)
-    tile = _take(team, phase, 1)
+    mine, tile = 0, _take(team, phase, 1)
     while tile < q_tiles + 2 * k_tiles:
         matrix, start, at = q, 0, 0
         if tile >= q_tiles + k_tiles:
@@ -185,8 +190,8 @@ def _project_qkv(team, phase, sizes, buffers, rows, layer, y):
             matrix, start, at = k, q_tiles, sizes.k_at
         tile_outputs(_weights(buffers), matrix, tile - start, input, rows, y)
         put(y, rows, buffers.qkv, at + (tile - start) * TILE, sizes.qkv_ld)
-        tile = _take(team, phase, 1)
-    return _meet(team, phase)
+        mine, tile = mine + 1, _take(team, phase, 1)
+    return _finish(team, phase, mine, q_tiles + 2 * k_tiles)
 
 
 @njit(nogil=True)
@@ -204,7 +209,7 @@ def _partial(sizes, row, head, segment):
 @njit(nogil=True)
 def _append_rows(team, phase, sizes, buffers, step, layer):
     """Rotate queries and keys; write keys and values to the cells."""
-    row = _take(team, phase, 1)
+    mine, row = 0, _take(team, phase, 1)
     while row < step.rows:
         at, t = row * sizes.qkv_ld, step.position[row] * sizes.rope_half
         rotate_queries(
@@ -217,8 +222,8 @@ def _append_rows(team, phase, sizes, buffers, step, layer):
                 sizes.head_dim, sizes.value_dim, buffers.cos, buffers.sin, t, sizes.rope_half,
                 buffers.keys, buffers.values, run, step.position[row] % CHUNK,
             )  # fmt: skip
-        row = _take(team, phase, 1)
-    return _meet(team, phase)
+        mine, row = mine + 1, _take(team, phase, 1)
+    return _finish(team, phase, mine, step.rows)
 
 
 @njit(nogil=True)
@@ -256,7 +261,7 @@ def _attend_span(sizes, buffers, step, layer, first, count, head, segment, score
 @njit(nogil=True)
 def _attend(team, phase, sizes, buffers, step, layer, scores):
     """Partial attention of every (span, kv head, segment)."""
-    task = _take(team, phase, 1)
+    mine, task = 0, _take(team, phase, 1)
     base = 0
     for s in range(step.span_count):
         first, count = step.spans[2 * s], step.spans[2 * s + 1]
@@ -264,15 +269,15 @@ def _attend(team, phase, sizes, buffers, step, layer, scores):
         while task < base + segments * sizes.kv_heads:
             head, segment = (task - base) // segments, (task - base) % segments
             _attend_span(sizes, buffers, step, layer, first, count, head, segment, scores)
-            task = _take(team, phase, 1)
+            mine, task = mine + 1, _take(team, phase, 1)
         base += segments * sizes.kv_heads
-    return _meet(team, phase)
+    return _finish(team, phase, mine, base)
 
 
 @njit(nogil=True)
 def _combine_rows(team, phase, sizes, buffers, step):
     """att = combined partial results, and its block sums."""
-    row = _take(team, phase, 1)
+    mine, row = 0, _take(team, phase, 1)
     while row < step.rows:
         at = row * sizes.att_ld
         segments = step.position[row] // SEGMENT + 1
@@ -280,19 +285,19 @@ def _combine_rows(team, phase, sizes, buffers, step):
             p_at, out_at = _partial(sizes, row, h, 0), at + h * sizes.head_dim
             combine(buffers.partial, p_at, segments, sizes.head_dim, sizes.value_dim, buffers.att, out_at)
         block_sums(buffers.att, at, sizes.att_ld, buffers.sums, row * sizes.sums_ld)
-        row = _take(team, phase, 1)
-    return _meet(team, phase)
+        mine, row = mine + 1, _take(team, phase, 1)
+    return _finish(team, phase, mine, step.rows)
 
 
 @njit(nogil=True)
 def _project_added(team, phase, sizes, buffers, rows, matrix, input, y):
     """x += matrix times the input."""
-    tile = _take(team, phase, 1)
+    mine, tile = 0, _take(team, phase, 1)
     while tile < _tiles(matrix):
         tile_outputs(_weights(buffers), matrix, tile, input, rows, y)
         put_added(y, rows, buffers.x, tile * TILE, sizes.x_ld)
-        tile = _take(team, phase, 1)
-    return _meet(team, phase)
+        mine, tile = mine + 1, _take(team, phase, 1)
+    return _finish(team, phase, mine, _tiles(matrix))
 
 
 @njit(nogil=True)
@@ -300,36 +305,37 @@ def _project_gated(team, phase, sizes, buffers, rows, layer, y, z):
     """hidden = silu(gate times normed) * (up times normed)."""
     gate, up = _matrix(buffers, layer, _GATE), _matrix(buffers, layer, _UP)
     input = Input(buffers.normed, sizes.x_ld, buffers.sums, sizes.sums_ld)
-    tile = _take(team, phase, 1)
+    mine, tile = 0, _take(team, phase, 1)
     while tile < _tiles(gate):
         tile_outputs(_weights(buffers), gate, tile, input, rows, y)
         tile_outputs(_weights(buffers), up, tile, input, rows, z)
         put_gated(y, z, rows, buffers.hidden, tile * TILE, sizes.ff_ld)
-        tile = _take(team, phase, 1)
-    return _meet(team, phase)
+        mine, tile = mine + 1, _take(team, phase, 1)
+    return _finish(team, phase, mine, _tiles(gate))
 
 
 @njit(nogil=True)
 def _sum_hidden(team, phase, sizes, buffers, rows):
-    row = _take(team, phase, 1)
+    mine, row = 0, _take(team, phase, 1)
     while row < rows:
         block_sums(buffers.hidden, row * sizes.ff_ld, sizes.ff_ld, buffers.sums, row * sizes.sums_ld)
-        row = _take(team, phase, 1)
-    return _meet(team, phase)
+        mine, row = mine + 1, _take(team, phase, 1)
+    return _finish(team, phase, mine, rows)
 
 
 @njit(nogil=True)
 def _project_logits(team, phase, sizes, buffers, step, y):
     head = _matrix(buffers, sizes.layers, 1)
     input = Input(buffers.normed, sizes.x_ld, buffers.sums, sizes.sums_ld)
-    batch = 4  # a tile alone is too small a piece for a long matrix
-    tile = _take(team, phase, batch)
-    while tile < _tiles(head):
-        for t in range(tile, min(tile + batch, _tiles(head))):
+    batch, tiles = 4, _tiles(head)  # a tile alone is too small a piece for a long matrix
+    mine, tile = 0, _take(team, phase, batch)
+    while tile < tiles:
+        end = min(tile + batch, tiles)
+        for t in range(tile, end):
             tile_outputs(_weights(buffers), head, t, input, step.wanted_count, y)
             put(y, step.wanted_count, buffers.logits, t * TILE, sizes.vocab_ld)
-        tile = _take(team, phase, batch)
-    return _meet(team, phase)
+        mine, tile = mine + end - tile, _take(team, phase, batch)
+    return _finish(team, phase, mine, tiles)
 
 
 @njit(nogil=True)
@@ -363,8 +369,7 @@ def _pointers(b):
 def run_step(thread, threads, counters, sizes, arrays, slot, position, token, wanted, spans):
     """One thread's share of a forward; all `threads` threads of the team must call it with the same arguments.
 
-    counters  int64: the barrier, then one a phase, COUNTER_STRIDE apart; zeroed before the first thread enters. One
-              thread may still be leaving the last barrier when another returns: steps take turns with two of these
+    counters  int64 [phases, COUNTERS]; zeroed before the first thread enters, left alone until the last has returned
     sizes     Sizes
     arrays    Buffers of arrays
     slot, position, token   int32 [n]
