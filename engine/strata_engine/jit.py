@@ -1,7 +1,7 @@
 """numba's `njit` with a disk cache that cannot be stale.
 
 numba looks only at the file of the function that it caches, not at the files of what the function calls. So the cache
-lies in a folder named after the content of all our sources: edit a kernel and everything is compiled anew.
+lies in a folder named after the content of all kernel sources: edit one and everything is compiled anew.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from typing import Any
 import numba
 import numba.core.config
 
+from .paths import cache_home
+
 _PACKAGE = Path(__file__).parent
-
-
-def cache_home() -> Path:
-    """The user's strata folder: $XDG_CACHE_HOME/strata or ~/.cache/strata."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "strata"
+_KERNEL_FOLDERS = ("backends/cpu", "sampling", "selection")
 
 
 def _sources_digest() -> str:
     digest = hashlib.sha256(numba.__version__.encode())
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(path.relative_to(_PACKAGE).as_posix().encode())
-        digest.update(path.read_bytes())
+    for folder in _KERNEL_FOLDERS:
+        for path in sorted((_PACKAGE / folder).glob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

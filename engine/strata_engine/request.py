@@ -1,4 +1,7 @@
-"""One generation request and the events it produces: the seam between daemon and scheduler."""
+"""One generation request and the events it produces: the seam between daemon and scheduler.
+
+This module imports neither numba nor numpy: the protocol, and so the proxy, is built on it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .params import GenParams
-from .rows import Choice
 
 Reason = Literal["stop", "length", "cancel"]
+
+
+class Busy(Exception):  # noqa: N818 - the word of the protocol
+    """Every slot is taken and the queue is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +24,15 @@ class Request:
     max_new: int
     params: GenParams
     prompt: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Choice:
+    """The token chosen for one wanted row."""
+
+    token: int
+    logprob: float | None = None  # of `token`, from the raw logits; None unless params.logprobs is set
+    top: tuple[tuple[int, float], ...] = ()  # params.logprobs alternatives (id, log-probability), best first
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .params import GenParams
+from .request import Choice as Choice
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -37,12 +38,3 @@ class Draw:
     params: GenParams  # .seed is never None on a sampled request
     index: int  # draw index: the position of the token in the output
     history: Int32  # [<= penalty_last_n] the penalty window, oldest first; empty if params.penalised is False
-
-
-@dataclass(slots=True)
-class Choice:
-    """The token chosen for one wanted row."""
-
-    token: int
-    logprob: float | None = None  # of `token`, from the raw logits; None unless params.logprobs is set
-    top: tuple[tuple[int, float], ...] = ()  # params.logprobs alternatives (id, log-probability), best first

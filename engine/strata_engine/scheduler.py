@@ -20,15 +20,11 @@ from .backends.base import Backend
 from .drafts import StepTimes
 from .generation import Generation, Model, Sink
 from .params import DRAFT_MAX
-from .request import Done, Event, Failed, Reason, Request, Reused, Token
+from .request import Busy, Done, Event, Failed, Reason, Request, Reused, Token
 from .rows import Choice, Draw, Int32, Rows
 from .slots import Slots
 
 log = logging.getLogger(__name__)
-
-
-class Busy(Exception):  # noqa: N818
-    """As many requests as the queue holds are waiting already."""
 
 
 class Ticket:

@@ -1,10 +1,13 @@
 """Attention of rows over the cells of their slots, in chunks and segments aligned to absolute positions.
 
-Cells of a (slot, layer, kv head) lie in chunks of 64: keys [chunk, dimension, 64], so that 16 cells' scores fill a
-vector, values [chunk, 64, padded dimension]. A query walks its chunks from position 0 up with a running maximum and sum
-(Milakov and Gimelshein, 2018; Dao et al., 2022). Every 32 chunks form a segment with a partial result of its own, so
-that a long context can be shared among threads; partial results are combined in order. Where chunks and segments begin
-depends on the position alone, hence a row's result does not depend on what runs beside it.
+Cells lie in chunks of 64 positions, and all of a slot's first 64 positions before its next: memory is touched only as
+far as a context goes. Within a chunk a (layer, kv head) has its keys as [dimension, 64], so that 16 cells' scores fill
+a vector, and its values as [64, padded dimension].
+
+A query walks its chunks from position 0 up with a running maximum and sum (Milakov and Gimelshein, 2018; Dao et al.,
+2022). Every 32 chunks form a segment with a partial result of its own, so that a long context can be shared among
+threads; partial results are combined in order. Where chunks and segments begin depends on the position alone, hence a
+row's result does not depend on what runs beside it.
 
 The plain twin is `attention_reference`.
 """
@@ -17,7 +20,22 @@ import numpy as np
 
 from ...jit import njit
 from ...rows import Float32
-from .simd import add, broadcast, exp, first_lane, fma, keep_first, lane_max, lane_sum, load, maximum, mul, splat, store
+from .simd import (
+    add,
+    broadcast,
+    exp,
+    first_lane,
+    fma,
+    keep_first,
+    lane_max,
+    lane_sum,
+    load,
+    maximum,
+    mul,
+    shifted,
+    splat,
+    store,
+)
 
 CHUNK = 64  # cells a chunk
 SEGMENT = 2048  # cells a segment
@@ -62,6 +80,34 @@ def _scores(q, q_at, keys, k_at, dim, valid, scores):
 
 
 @njit(nogil=True)
+def _scores_of_two(q, a_at, b_at, keys, k_at, dim, scores):
+    """The same for two queries that see all 64 cells, into scores[0:64] and scores[64:128]."""
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = splat(_ZERO)
+    k = k_at
+    for d in range(dim):
+        a, b = broadcast(q, a_at + d), broadcast(q, b_at + d)
+        key = load(keys, k)
+        a0, b0 = fma(key, a, a0), fma(key, b, b0)
+        key = load(keys, k + 16)
+        a1, b1 = fma(key, a, a1), fma(key, b, b1)
+        key = load(keys, k + 32)
+        a2, b2 = fma(key, a, a2), fma(key, b, b2)
+        key = load(keys, k + 48)
+        a3, b3 = fma(key, a, a3), fma(key, b, b3)
+        k += CHUNK
+    store(scores, 0, a0)
+    store(scores, 16, a1)
+    store(scores, 32, a2)
+    store(scores, 48, a3)
+    store(scores, 64, b0)
+    store(scores, 80, b1)
+    store(scores, 96, b2)
+    store(scores, 112, b3)
+    highest_a = lane_max(maximum(maximum(a0, a1), maximum(a2, a3)))
+    return highest_a, lane_max(maximum(maximum(b0, b1), maximum(b2, b3)))
+
+
+@njit(nogil=True)
 def _weigh(scores, highest):
     """scores[0:64] = exp(scores - highest); returns their sum."""
     top = splat(-highest)
@@ -95,6 +141,50 @@ def _accumulate(weights, values, v_at, padded, valid, shrink, out, o_at):
 
 
 @njit(nogil=True)
+def _accumulate_two(weights, values, v_at, padded, shrink_a, shrink_b, out, a_at, b_at):
+    """The same for two queries that see all 64 cells, with weights[0:64] and weights[64:128]."""
+    factor_a, factor_b = splat(shrink_a), splat(shrink_b)
+    for d in range(0, padded, DIMS):
+        a, b = a_at + d, b_at + d
+        a0, a1 = mul(load(out, a), factor_a), mul(load(out, a + 16), factor_a)
+        a2, a3 = mul(load(out, a + 32), factor_a), mul(load(out, a + 48), factor_a)
+        b0, b1 = mul(load(out, b), factor_b), mul(load(out, b + 16), factor_b)
+        b2, b3 = mul(load(out, b + 32), factor_b), mul(load(out, b + 48), factor_b)
+        v = v_at + d
+        for c in range(CHUNK):
+            weight_a, weight_b = broadcast(weights, c), broadcast(weights, CHUNK + c)
+            value = load(values, v)
+            a0, b0 = fma(value, weight_a, a0), fma(value, weight_b, b0)
+            value = load(values, v + 16)
+            a1, b1 = fma(value, weight_a, a1), fma(value, weight_b, b1)
+            value = load(values, v + 32)
+            a2, b2 = fma(value, weight_a, a2), fma(value, weight_b, b2)
+            value = load(values, v + 48)
+            a3, b3 = fma(value, weight_a, a3), fma(value, weight_b, b3)
+            v += padded
+        store(out, a, a0)
+        store(out, a + 16, a1)
+        store(out, a + 32, a2)
+        store(out, a + 48, a3)
+        store(out, b, b0)
+        store(out, b + 16, b1)
+        store(out, b + 32, b2)
+        store(out, b + 48, b3)
+
+
+@njit(nogil=True)
+def _take_in(partial, p_at, padded, highest, scores):
+    """Bring a partial result's maximum and sum up to date with 64 scores, which become weights; returns by what the
+    values so far shrink. `highest`: the largest of the scores."""
+    before = partial[p_at + padded]
+    highest = max(before, highest)
+    shrink = first_lane(exp(splat(before - highest)))
+    partial[p_at + padded] = highest
+    partial[p_at + padded + 1] = partial[p_at + padded + 1] * shrink + _weigh(scores, highest)
+    return shrink
+
+
+@njit(nogil=True)
 def attend_chunk(q, q_at, keys, k_at, values, v_at, dim, padded, valid, partial, p_at, scores):
     """Take one chunk into the partial result at `p_at`: float32 [padded] values, then maximum and sum.
 
@@ -104,12 +194,21 @@ def attend_chunk(q, q_at, keys, k_at, values, v_at, dim, padded, valid, partial,
     valid   1..64: how many of the chunk's cells the query sees
     scores  pointer to float32 [64], scratch
     """
-    before = partial[p_at + padded]
-    highest = max(before, _scores(q, q_at, keys, k_at, dim, valid, scores))
-    shrink = first_lane(exp(splat(before - highest)))
-    partial[p_at + padded] = highest
-    partial[p_at + padded + 1] = partial[p_at + padded + 1] * shrink + _weigh(scores, highest)
+    highest = _scores(q, q_at, keys, k_at, dim, valid, scores)
+    shrink = _take_in(partial, p_at, padded, highest, scores)
     _accumulate(scores, values, v_at, padded, valid, shrink, partial, p_at)
+
+
+@njit(nogil=True)
+def attend_chunk_twice(q, a_at, b_at, keys, k_at, values, v_at, dim, padded, partial, pa_at, pb_at, scores):
+    """attend_chunk for two queries that see the whole chunk: the same operations, each key and value loaded once.
+
+    scores: pointer to float32 [128], scratch
+    """
+    highest_a, highest_b = _scores_of_two(q, a_at, b_at, keys, k_at, dim, scores)
+    shrink_a = _take_in(partial, pa_at, padded, highest_a, scores)
+    shrink_b = _take_in(partial, pb_at, padded, highest_b, shifted(scores, CHUNK))
+    _accumulate_two(scores, values, v_at, padded, shrink_a, shrink_b, partial, pa_at, pb_at)
 
 
 @njit(nogil=True)

@@ -50,11 +50,14 @@ class CpuBackend:
         self._sampler = CpuSampler(self.vocab)
         self._wanted = 0
 
-    def warm_up(self) -> None:
-        """Compile (or load from the cache) every kernel."""
-        one = np.zeros(1, np.int32)
-        self.forward(Rows(one, one, one, one))
-        self._sampler.warm_up()
+    def warm_up(self, progress: Progress) -> None:
+        """Compile every kernel, or load it from the cache."""
+        one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
+        with progress.stage("compiling kernels", total=2) as stage:
+            self.forward(Rows(one, one, one, none))
+            stage.advance(1, "forward")
+            self._sampler.warm_up()
+            stage.advance(1, "sampler")
 
     def forward(self, rows: Rows) -> None:
         arrays = [np.ascontiguousarray(a, np.int32) for a in (rows.slot, rows.position, rows.token, rows.wanted)]

@@ -106,15 +106,11 @@ def rotate_queries(qkv, at, heads, head_dim, cos, sin, t, half, scale):
 
 
 @njit(nogil=True)
-def append_cell(qkv, k_at, v_at, head_dim, value_dim, cos, sin, t, half, keys, key_base, values, value_base, position):
-    """Rotate one kv head's key and write key and value to cell `position`.
-
-    key_base, value_base: elements at which the cells of this (slot, layer, kv head) begin.
-    """
+def append_cell(qkv, k_at, v_at, head_dim, value_dim, cos, sin, t, half, keys, values, run, cell):
+    """Rotate one kv head's key and write key and value to cell `cell` of the run of 64 cells that is the `run`-th."""
     _rotate(qkv, k_at, cos, sin, t, half, np.float32(1.0), head_dim)
-    chunk, cell = position // CHUNK, position % CHUNK
-    k = key_base + chunk * CHUNK * head_dim + cell
-    v = value_base + (chunk * CHUNK + cell) * value_dim
+    k = run * CHUNK * head_dim + cell
+    v = (run * CHUNK + cell) * value_dim
     for d in range(head_dim):
         store_one(keys, k + d * CHUNK, qkv[k_at + d])
         store_one(values, v + d, qkv[v_at + d])

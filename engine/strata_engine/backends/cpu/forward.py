@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...jit import njit
-from .attention import CHUNK, SEGMENT, STATE, attend_chunk, clear_partial, combine
+from .attention import CHUNK, SEGMENT, STATE, attend_chunk, attend_chunk_twice, clear_partial, combine
 from .elementwise import append_cell, block_sums, embed, norm, rotate_queries
 from .layout import FIELDS, ROWS, TILE
 from .matmul import Input, Weights, put, put_added, put_gated, tile_outputs
@@ -64,8 +64,8 @@ class Buffers(NamedTuple):
     norms: Any  # float32 [2 * layers + 1, x_ld]: attn and ffn norm of each layer, output norm
     cos: Any  # float32 [context, rope_half]
     sin: Any
-    keys: Any  # float32 or uint16 [slots, layers, kv_heads, chunks, head_dim, 64]
-    values: Any  # the same type [slots, layers, kv_heads, chunks, 64, value_dim]
+    keys: Any  # float32 or uint16 [slots, chunks, layers, kv_heads, head_dim, 64]
+    values: Any  # the same type [slots, chunks, layers, kv_heads, 64, value_dim]
     x: Any  # float32 [max_rows, x_ld]: the residual stream
     normed: Any  # float32 [max_rows, x_ld]
     qkv: Any  # float32 [max_rows, qkv_ld]
@@ -190,6 +190,18 @@ def _project_qkv(team, phase, sizes, buffers, rows, layer, y):
 
 
 @njit(nogil=True)
+def _run(sizes, slot, position, layer, head):
+    """Which run of 64 cells holds a position's key and value."""
+    return ((slot * sizes.chunks + position // CHUNK) * sizes.layers + layer) * sizes.kv_heads + head
+
+
+@njit(nogil=True)
+def _partial(sizes, row, head, segment):
+    """Where a partial result begins."""
+    return ((row * sizes.heads + head) * sizes.segments + segment) * (sizes.value_dim + STATE)
+
+
+@njit(nogil=True)
 def _append_rows(team, phase, sizes, buffers, step, layer):
     """Rotate queries and keys; write keys and values to the cells."""
     row = _take(team, phase, 1)
@@ -199,11 +211,11 @@ def _append_rows(team, phase, sizes, buffers, step, layer):
             buffers.qkv, at, sizes.heads, sizes.head_dim, buffers.cos, buffers.sin, t, sizes.rope_half, sizes.q_scale
         )
         for head in range(sizes.kv_heads):
-            cells = ((step.slot[row] * sizes.layers + layer) * sizes.kv_heads + head) * sizes.chunks * CHUNK
+            run = _run(sizes, step.slot[row], step.position[row], layer, head)
             append_cell(
                 buffers.qkv, at + sizes.k_at + head * sizes.head_dim, at + sizes.v_at + head * sizes.head_dim,
                 sizes.head_dim, sizes.value_dim, buffers.cos, buffers.sin, t, sizes.rope_half,
-                buffers.keys, cells * sizes.head_dim, buffers.values, cells * sizes.value_dim, step.position[row],
+                buffers.keys, buffers.values, run, step.position[row] % CHUNK,
             )  # fmt: skip
         row = _take(team, phase, 1)
     return _meet(team, phase)
@@ -213,24 +225,32 @@ def _append_rows(team, phase, sizes, buffers, step, layer):
 def _attend_span(sizes, buffers, step, layer, first, count, head, segment, scores):
     """Partial results of one segment for `count` rows and the query heads of one kv head."""
     repeat, size = sizes.heads // sizes.kv_heads, sizes.value_dim + STATE
-    cells = ((step.slot[first] * sizes.layers + layer) * sizes.kv_heads + head) * sizes.chunks * CHUNK
-    last = step.position[first + count - 1]
+    end = first + count
     begin = segment * SEGMENT
-    for row in range(first, first + count):
+    for h in range(head * repeat, (head + 1) * repeat):
+        for row in range(first, end):
+            clear_partial(buffers.partial, _partial(sizes, row, h, segment), sizes.value_dim)
+    for start in range(begin, min(begin + SEGMENT, step.position[end - 1] + 1), CHUNK):
+        cells = _run(sizes, step.slot[first], start, layer, head) * CHUNK
+        k_at, v_at = cells * sizes.head_dim, cells * sizes.value_dim
         for h in range(head * repeat, (head + 1) * repeat):
-            clear_partial(buffers.partial, ((row * sizes.heads + h) * sizes.segments + segment) * size, sizes.value_dim)
-    for start in range(begin, min(begin + SEGMENT, last + 1), CHUNK):
-        k_at, v_at = (cells + start) * sizes.head_dim, (cells + start) * sizes.value_dim
-        for row in range(first, first + count):
-            valid = min(CHUNK, step.position[row] + 1 - start)
-            if valid <= 0:
-                continue
-            for h in range(head * repeat, (head + 1) * repeat):
-                attend_chunk(
-                    buffers.qkv, row * sizes.qkv_ld + h * sizes.head_dim, buffers.keys, k_at, buffers.values, v_at,
-                    sizes.head_dim, sizes.value_dim, valid,
-                    buffers.partial, ((row * sizes.heads + h) * sizes.segments + segment) * size, scores,
-                )  # fmt: skip
+            row = max(first, first + start - step.position[first])  # rows before it end before this chunk
+            while row < end:
+                valid = min(CHUNK, step.position[row] + 1 - start)
+                q_at, p_at = row * sizes.qkv_ld + h * sizes.head_dim, _partial(sizes, row, h, segment)
+                if valid == CHUNK and row + 1 < end:
+                    attend_chunk_twice(
+                        buffers.qkv, q_at, q_at + sizes.qkv_ld, buffers.keys, k_at, buffers.values, v_at,
+                        sizes.head_dim, sizes.value_dim,
+                        buffers.partial, p_at, p_at + sizes.heads * sizes.segments * size, scores,
+                    )  # fmt: skip
+                    row += 2
+                else:
+                    attend_chunk(
+                        buffers.qkv, q_at, buffers.keys, k_at, buffers.values, v_at,
+                        sizes.head_dim, sizes.value_dim, valid, buffers.partial, p_at, scores,
+                    )  # fmt: skip
+                    row += 1
 
 
 @njit(nogil=True)
@@ -252,13 +272,12 @@ def _attend(team, phase, sizes, buffers, step, layer, scores):
 @njit(nogil=True)
 def _combine_rows(team, phase, sizes, buffers, step):
     """att = combined partial results, and its block sums."""
-    size = sizes.value_dim + STATE
     row = _take(team, phase, 1)
     while row < step.rows:
         at = row * sizes.att_ld
         segments = step.position[row] // SEGMENT + 1
         for h in range(sizes.heads):
-            p_at, out_at = (row * sizes.heads + h) * sizes.segments * size, at + h * sizes.head_dim
+            p_at, out_at = _partial(sizes, row, h, 0), at + h * sizes.head_dim
             combine(buffers.partial, p_at, segments, sizes.head_dim, sizes.value_dim, buffers.att, out_at)
         block_sums(buffers.att, at, sizes.att_ld, buffers.sums, row * sizes.sums_ld)
         row = _take(team, phase, 1)

@@ -3,8 +3,8 @@
 Every output is computed the same way whatever runs beside it: over each block of columns the integer codes times the
 activations are summed in column order, then scale * sum and offset * (sum of the block's activations) are added, block
 after block. All of it in float32 with fused multiply-adds. Rows are taken four at a time, so that a column of codes is
-unpacked once for four; up to three rows go one at a time. Both routes do the same operations in the same order for a
-row, so they give the same bits. The plain twin is `matmul_reference`.
+unpacked once for four; a single row has a route of its own. Both do the same operations in the same order for a row, so
+they give the same bits. The plain twin is `matmul_reference`.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def scale_pair(weights, half, byte):
 
 
 @njit(nogil=True)
-def _one_row(codes, size, weights, matrix, tile, input, row, y):
-    """The tile's 32 outputs of one row, into y[row]."""
+def _one_row(codes, size, weights, matrix, tile, input, y):
+    """The tile's 32 outputs of row 0, into y[0]."""
     blocks, block, record = matrix[BLOCKS], matrix[BLOCK], matrix[RECORD]
     step = matrix[CODES] // (block * size)
     byte = matrix[BASE] + tile * blocks * record
     y0 = y1 = splat(np.float32(0.0))
-    i = row * input.ld
+    i = 0
     for b in range(blocks):
         a0 = a1 = splat(np.float32(0.0))
         c = byte // size
@@ -80,13 +80,13 @@ def _one_row(codes, size, weights, matrix, tile, input, row, y):
             y0, y1 = fma(s0, a0, y0), fma(s1, a1, y1)
             if matrix[OFFSETS]:
                 o0, o1 = scale_pair(weights, matrix[HALF], byte + ((matrix[CODES] + record) >> 1))
-                total = broadcast(input.sums, row * input.blocks + b)
+                total = broadcast(input.sums, b)
                 y0, y1 = fma(o0, total, y0), fma(o1, total, y1)
         else:
             y0, y1 = add(y0, a0), add(y1, a1)
         byte += record
-    store(y, row * TILE, y0)
-    store(y, row * TILE + 16, y1)
+    store(y, 0, y0)
+    store(y, 16, y1)
 
 
 @njit(nogil=True)
@@ -151,9 +151,8 @@ def _four_rows(codes, size, weights, matrix, tile, input, row, y):
 @njit(nogil=True)
 def _tile(codes, size, weights, matrix, tile, input, rows, y):
     """y [rows, 32] = the tile's outputs; `codes` is the arena as the matrix's code type, of `size` bytes an element."""
-    if rows < GROUP:
-        for row in range(rows):
-            _one_row(codes, size, weights, matrix, tile, input, row, y)
+    if rows == 1:
+        _one_row(codes, size, weights, matrix, tile, input, y)
     else:
         for row in range(0, rows, GROUP):
             _four_rows(codes, size, weights, matrix, tile, input, row, y)

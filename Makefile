@@ -1,0 +1,40 @@
+# make setup | model | demo | test | lint | bench | clean
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS ?= dev
+WORKERS ?= 2
+
+.PHONY: setup model demo test lint format bench clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@
+
+model: setup
+	$(BIN)/python scripts/fetch_model.py
+
+demo: model
+	$(BIN)/python scripts/demo.py
+
+test: model
+	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadgroup
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: model
+	$(BIN)/python scripts/bench_cpu.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
