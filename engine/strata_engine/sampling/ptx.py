@@ -1,0 +1,329 @@
+"""What the sampling kernels need beyond plain numba.cuda: macros over a thread's logits, and exact arithmetic.
+
+A thread holds `4 * vectors` logits in registers: vector v is the four from local index 4 * (v * threads + thread) of
+the block's segment, so a warp reads whole lines. They travel as a tuple; `i` numbers them, 4 * v + j.
+
+Under `NUMBA_ENABLE_CUDASIM=1` every macro has a stand-in that Python can run, with warps of one thread, so that the
+kernels can be tested without a GPU. Kernels import `cuda` from here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numba.core import config
+
+SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
+WARP = 1 if SIMULATED else 32
+LOG2_E = 1.4426950408889634
+# ln(2)'s inverse in two float32 parts: the upper one is LOG2_E rounded
+LOG2_E_HIGH = float(np.float32(LOG2_E))
+LOG2_E_LOW = float(np.float32(LOG2_E - LOG2_E_HIGH))
+
+if SIMULATED:
+    from numba.cuda.simulator import kernel as _simulator
+
+    class _Context:
+        """`cuda` inside a simulated kernel, for functions of any module."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(_simulator._get_kernel_context(), name)
+
+    cuda: Any = _Context()
+
+    def inlined(function):
+        return function
+
+    def nothing(*_):
+        pass
+
+    wait_for_previous = let_next_start = nothing
+
+    def opaque(value):
+        return value
+
+    def bits_of(x):
+        return np.float32(x).view(np.uint32)
+
+    def float_of(bits):
+        return np.uint32(bits).view(np.float32)
+
+    def ordered(x):
+        bits = int(bits_of(np.float32(x) + np.float32(0.0)))
+        return np.uint32(bits ^ (0xFFFFFFFF if bits >> 31 else 0x80000000))
+
+    def value_of(key):
+        key = int(key)
+        return float_of(key ^ (0x80000000 if key >> 31 else 0xFFFFFFFF))
+
+    def add(a, b):
+        return np.float32(a) + np.float32(b)
+
+    def sub(a, b):
+        return np.float32(a) - np.float32(b)
+
+    def mul(a, b):
+        return np.float32(a) * np.float32(b)
+
+    def divide(a, b):
+        return np.float32(a) / np.float32(b)
+
+    def exp_of(x):
+        return np.exp(np.float32(x))
+
+    def warp_max(key):
+        return key
+
+    def warp_sum(x):
+        return x
+
+    def far_word(low, high, index):
+        address = (int(high) << 32 | int(low) & 0xFFFFFFFF) + 4 * int(index)
+        return ctypes.c_int32.from_address(address).value
+
+    def far_float(low, high, index):
+        return np.int32(far_word(low, high, index)).view(np.float32)
+
+    def load_key(candidates, index, inside):
+        return candidates[index] if inside else np.uint64(0)
+
+    def load_ids(windows, index, inside):
+        return tuple(windows[index : index + 4].tolist()) if inside else (-1,) * 4
+
+    def take_ticket(tickets, index):
+        tickets[index] += 1
+        return int(tickets[index]) - 1
+
+else:
+    from llvmlite import ir
+    from numba import cuda, types
+
+    from ..backends.cuda.emit import (
+        F32,
+        I32,
+        I64,
+        Emitter,
+        add,
+        floats,
+        inlined,
+        let_next_start,
+        macro,
+        mul,
+        wait_for_previous,
+    )
+    from ..backends.cuda.emit import word_as_float as float_of
+
+    __all__ = ["add", "cuda", "float_of", "inlined", "let_next_start", "mul", "wait_for_previous"]
+    u32, i32, f32 = types.uint32, types.int32, types.float32
+    F64 = ir.DoubleType()
+
+    @macro(i32)
+    def opaque(e: Emitter, value: Any) -> Any:
+        """`value`, which the compiler no longer knows: a loop that often is not unrolled."""
+        return e.asm("mov.b32 $0, $1;", I32, "=r,r", value, effect=True)
+
+    @macro(u32)
+    def bits_of(e: Emitter, x: Any) -> Any:
+        return e.bits(x)
+
+    @macro(u32)
+    def ordered(e: Emitter, x: Any) -> Any:
+        """An integer that orders as the float32 does; -0 and +0 share one."""
+        bits = e.bits(e.add(x, e.f32(0.0)))
+        return e.b.xor(bits, e.b.or_(e.b.ashr(bits, e.u32(31)), e.u32(0x80000000)))
+
+    @macro(f32)
+    def value_of(e: Emitter, key: Any) -> Any:
+        """The float32 of an `ordered` integer."""
+        return e.real(e.b.xor(key, e.b.or_(e.b.ashr(e.b.not_(key), e.u32(31)), e.u32(0x80000000))))
+
+    @macro(f32)
+    def sub(e: Emitter, a: Any, b: Any) -> Any:
+        return e.asm("sub.rn.f32 $0, $1, $2;", F32, "=f,f,f", a, b)
+
+    @macro(f32)
+    def divide(e: Emitter, a: Any, b: Any) -> Any:
+        return e.asm("div.rn.f32 $0, $1, $2;", F32, "=f,f,f", a, b)
+
+    def _exp(e: Emitter, x: Any) -> Any:
+        """exp of x in -87..0 (clamped; NaN counts as -87) to a few units in the last place."""
+        x = e.asm("max.f32 $0, $1, $2;", F32, "=f,f,f", x, e.f32(-87.0))
+        n = e.asm("cvt.rni.f32.f32 $0, $1;", F32, "=f,f", e.mul(x, e.f32(LOG2_E_HIGH)))
+        rest = e.fma(x, e.f32(LOG2_E_HIGH), e.asm("neg.f32 $0, $1;", F32, "=f,f", n))
+        rest = e.fma(x, e.f32(LOG2_E_LOW), rest)
+        power = e.asm("ex2.approx.ftz.f32 $0, $1;", F32, "=f,f", rest)
+        exponent = e.asm("cvt.rni.s32.f32 $0, $1;", I32, "=r,f", n)
+        scale = e.real(e.b.shl(e.b.add(exponent, e.u32(127)), e.u32(23)))
+        return e.mul(power, scale)
+
+    @macro(f32)
+    def exp_of(e: Emitter, x: Any) -> Any:
+        return _exp(e, x)
+
+    def _shuffle(e: Emitter, bits: Any, step: int) -> Any:
+        return e.asm(f"shfl.sync.bfly.b32 $0, $1, {step}, 31, -1;", I32, "=r,r", bits, effect=True)
+
+    @macro(u32)
+    def warp_max(e: Emitter, key: Any) -> Any:
+        """The largest unsigned integer of the warp, in every lane."""
+        if e.cc >= (8, 0):
+            return e.asm("redux.sync.max.u32 $0, $1, -1;", I32, "=r,r", key, effect=True)
+        for step in (16, 8, 4, 2, 1):
+            other = _shuffle(e, key, step)
+            key = e.b.select(e.b.icmp_unsigned(">", other, key), other, key)
+        return key
+
+    @macro(f32)
+    def warp_sum(e: Emitter, x: Any) -> Any:
+        """The sum over the warp, as a tree: in every lane, in the same order always."""
+        for step in (16, 8, 4, 2, 1):
+            x = e.add(x, e.real(_shuffle(e, e.bits(x), step)))
+        return x
+
+    def _far(e: Emitter, low: Any, high: Any, index: Any) -> Any:
+        text = "{ .reg .b64 a; mov.b64 a, {$1, $2}; mad.wide.s32 a, $3, 4, a; ld.global.b32 $0, [a]; }"
+        return e.asm(text, I32, "=r,r,r,r", low, high, index, effect=True)
+
+    @macro(i32)
+    def far_word(e: Emitter, low: Any, high: Any, index: Any) -> Any:
+        """The int32 number `index` at a device address that is itself data, in two halves."""
+        return _far(e, low, high, index)
+
+    @macro(f32)
+    def far_float(e: Emitter, low: Any, high: Any, index: Any) -> Any:
+        return e.real(_far(e, low, high, index))
+
+    def _flag(e: Emitter, inside: Any) -> Any:
+        return e.b.zext(inside, I32) if inside.type != I32 else inside
+
+    @macro(types.uint64)
+    def load_key(e: Emitter, candidates: Any, index: Any, inside: Any) -> Any:
+        """candidates[index], or 0 if not `inside`; no branch, so that several are under way at once."""
+        text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b64 $0, 0; @p ld.global.b64 $0, [$1]; }"
+        address = e.b.gep(candidates, [e.i64(index)])
+        return e.asm(text, I64, "=l,l,r", address, _flag(e, inside), effect=True)
+
+    @macro(types.UniTuple(i32, 4))
+    def load_ids(e: Emitter, windows: Any, index: Any, inside: Any) -> Any:
+        """Four ids of a penalty window, or -1 four times if not `inside`."""
+        moves = " ".join(f"mov.b32 ${i}, -1;" for i in range(4))
+        text = f"{{ .reg .pred p; setp.ne.s32 p, $5, 0; {moves} @p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+        address = e.b.gep(windows, [e.i64(index)])
+        return e.asm(text, [I32] * 4, "=r,=r,=r,=r,l,r", address, _flag(e, inside), effect=True)
+
+    @macro(i32)
+    def take_ticket(e: Emitter, tickets: Any, index: Any) -> Any:
+        """Add 1 and give back what was there; orders this thread's memory accesses on both sides."""
+        address = e.b.gep(tickets, [e.i64(index)])
+        return e.asm("atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", I32, "=r,l,~{memory}", address, effect=True)
+
+
+def logit_macros(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
+    """The macros over a thread's logits. `wide`: rows are 16-byte aligned, so that vectors are loaded whole.
+
+    load(logits, base, first, thread, vocab) -> x: the logits at base + first + local index; -inf from `vocab` on
+    overlay(x, table, thread) -> x: each logit replaced by the float32 bits in `table`, where those are not 0; the
+        entry of local index i stands at (i % 4) * (segment / 4) + i // 4
+    largest(x): the largest; NaN does not count      above(x, bound): bit i is set if logit i >= bound
+    pick(x, i): logit i                              exp_sum(x, top): the sum of exp(x - top); 1 for what equals it
+    """
+    if SIMULATED:
+        return _simulated(threads, vectors)
+    return _compiled(threads, vectors, wide)
+
+
+def _simulated(threads: int, vectors: int) -> SimpleNamespace:
+    count, quarter = 4 * vectors, threads * vectors
+
+    def load(logits, base, first, thread, vocab):
+        tokens = [first + 4 * (i // 4 * threads + thread) + i % 4 for i in range(count)]
+        return tuple(logits[base + token] if token < vocab else np.float32(-np.inf) for token in tokens)
+
+    def overlay(x, table, thread):
+        words = [table[i % 4 * quarter + i // 4 * threads + thread] for i in range(count)]
+        return tuple(float_of(word) if word else logit for logit, word in zip(x, words, strict=True))
+
+    def exp_sum(x, top):
+        return np.float32(sum(1.0 if v == top else exp_of(v - top) for v in x if not np.isnan(v)))
+
+    return SimpleNamespace(
+        load=load,
+        overlay=overlay,
+        exp_sum=exp_sum,
+        largest=lambda x: max((v for v in x if not np.isnan(v)), default=np.float32(-np.inf)),
+        above=lambda x, bound: sum(1 << i for i, v in enumerate(x) if v >= bound),
+        pick=lambda x, i: x[i],
+    )
+
+
+def _compiled(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
+    count, quarter = 4 * vectors, threads * vectors
+    tuple_type = floats(count)
+
+    def tree(e: Emitter, values: list[Any], combine: Any) -> Any:
+        while len(values) > 1:
+            values = [
+                combine(*values[i : i + 2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)
+            ]
+        return values[0]
+
+    def load_vector(e: Emitter, address: Any, token: Any, vocab: Any) -> list[Any]:
+        empty = " ".join(f"mov.b32 ${i}, 0fFF800000;" for i in range(4))
+        loads = "@p ld.global.L1::no_allocate.v4.f32 {$0, $1, $2, $3}, [$4];"
+        inside = "setp.lt.s32 p, $5, $6;"
+        if not wide:
+            loads = " ".join(f"setp.lt.s32 p, {i}, t; @p ld.global.f32 ${i}, [$4 + {4 * i}];" for i in range(4))
+            inside = "sub.s32 t, $6, $5;"
+        text = f"{{ .reg .pred p; .reg .s32 t; {empty} {inside} {loads} }}"
+        return e.asm(text, [F32] * 4, "=f,=f,=f,=f,l,r,r", address, token, vocab, effect=True)
+
+    @macro(tuple_type)
+    def load(e: Emitter, logits: Any, base: Any, first: Any, thread: Any, vocab: Any) -> Any:
+        x: list[Any] = []
+        for v in range(vectors):
+            local = e.b.shl(e.b.add(thread, e.u32(v * threads)), e.u32(2))
+            token = e.b.add(first, local)
+            address = e.b.gep(logits, [e.i64(e.b.add(base, token))])
+            x += load_vector(e, address, token, vocab)
+        return x
+
+    @macro(tuple_type)
+    def overlay(e: Emitter, x: Any, table: Any, thread: Any) -> Any:
+        data = e.b.extract_value(table, 4)  # numba's array structure: data is its fifth member
+        out = []
+        for i, logit in enumerate(x):
+            at = e.b.add(thread, e.u32(i % 4 * quarter + i // 4 * threads))
+            word = e.b.load(e.b.gep(data, [e.i64(at)]))
+            out.append(e.b.select(e.b.icmp_unsigned("==", word, e.u32(0)), logit, e.real(word)))
+        return out
+
+    @macro(f32)
+    def largest(e: Emitter, x: Any) -> Any:
+        return tree(e, [*x, e.f32(-np.inf)], lambda a, b: e.asm("max.f32 $0, $1, $2;", F32, "=f,f,f", a, b))
+
+    @macro(u32)
+    def above(e: Emitter, x: Any, bound: Any) -> Any:
+        hits = [e.b.select(e.b.fcmp_ordered(">=", v, bound), e.u32(1 << i), e.u32(0)) for i, v in enumerate(x)]
+        return tree(e, hits, e.b.or_)
+
+    @macro(f32)
+    def pick(e: Emitter, x: Any, i: Any) -> Any:
+        values, bit = list(x), 0
+        while len(values) > 1:
+            odd = e.b.icmp_unsigned("!=", e.b.and_(i, e.u32(1 << bit)), e.u32(0))
+            values = [e.b.select(odd, values[j + 1], values[j]) for j in range(0, len(values), 2)]
+            bit += 1
+        return values[0]
+
+    @macro(f32)
+    def exp_sum(e: Emitter, x: Any, top: Any) -> Any:
+        terms = []
+        for v in x:
+            shift = e.asm("sub.rn.f32 $0, $1, $2;", F32, "=f,f,f", v, top)
+            terms.append(e.b.select(e.b.fcmp_ordered("==", v, top), e.f32(1.0), _exp(e, shift)))
+        return tree(e, terms, e.add)
+
+    return SimpleNamespace(load=load, overlay=overlay, exp_sum=exp_sum, largest=largest, above=above, pick=pick)
