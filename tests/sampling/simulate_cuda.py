@@ -31,7 +31,7 @@ from strata_engine.sampling.tables import (
 from strata_engine.sampling.trials import difference, trial
 
 SHAPE = Shape(threads=16, vectors=2, wide=False)  # segments of 128 logits
-KERNELS = {name: simulated(name, SHAPE) for name in ("chain", "arg_max")}
+CANDIDATES, MERGE, ARG_MAX = (simulated(name, SHAPE) for name in ("candidates", "merge", "arg_max"))
 
 
 def choose(logits, draws):
@@ -53,9 +53,13 @@ def choose(logits, draws):
     )
     heads, ids = np.zeros(rows * HEAD, np.int32), np.zeros(rows * LOGPROBS_MAX, np.int32)
     outcome = Outcome(np.full(rows, -1, np.int32), heads, ids, np.zeros(rows * ENTRIES))
-    kernel = KERNELS["arg_max" if is_plain(draws) else "chain"]
     requests = Requests(words.view(np.float64), words.view(np.float32), words, windows)
-    kernel[(blocks, rows), SHAPE.threads](logits.ravel(), vocab, requests, scratch, outcome)
+    arguments = logits.ravel(), vocab, requests, scratch, outcome
+    if is_plain(draws):
+        ARG_MAX[(blocks, rows), SHAPE.threads](*arguments)
+    else:
+        CANDIDATES[(blocks, rows), SHAPE.threads](*arguments)
+        MERGE[rows, SHAPE.threads](*arguments)
     assert not scratch.tickets.any() and outcome.tokens.tolist() == heads[::HEAD].tolist()
     return [_choice(draw, row, outcome) for row, draw in enumerate(draws)]
 

@@ -5,8 +5,8 @@ with a bound that at least `keep` of them reach, found bit by bit from the top; 
 segment, and few others. The bound is a float32, so equal logits stand or fall together. Should more than CAPACITY reach
 it, the block takes the `keep` largest one by one: slow and exact.
 
-Penalties and biases: the tokens they name in the segment are noted in a table in shared memory, one word a token: first
-the count, then the adjusted logit, which replaces the one read. The cost follows the window.
+Penalties and biases: the tokens they name in the segment are noted in a bitmap in shared memory, a word of which covers
+the logits that one thread holds. Only what is noted is counted, adjusted and put in the place of what was read.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .ptx import (
     far_word,
     float_of,
     inlined,
+    let_next_start,
     load_ids,
     logit_macros,
     mul,
@@ -32,15 +33,19 @@ from .ptx import (
     ordered,
     sub,
     value_of,
+    wait_for_previous,
     warp_max,
     warp_sum,
 )
-from .tables import CAPACITY, LISTS, WORDS, Shape, word
+from .tables import CAPACITY, LISTS, WINDOW_WORDS, WORDS, Shape, word
 
 LOWEST = np.float32(np.finfo(np.float32).min)  # under this is only -inf
 LOWEST_KEY = np.uint32(0x00800000)  # ordered(LOWEST)
 ALL_ONES = np.uint32(0xFFFFFFFF)
-SEEN, PEAK = 2, 3  # places of `counters`, shared uint32: 0 and 1 count the candidates of a list
+# places of `counters`, shared uint32: the candidates of each list; tokens of the window, and those that came before;
+# the largest raw logit; the largest key of each list
+SEEN, AGAIN, PEAK, PEAKS, COUNTERS = 2, 3, 4, 5, 7
+OCTAVE = np.uint32(0x007FFFFF)  # ordered floats from a power of two to the next, less one
 LAST_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 REPEAT, FREQ, PRESENT = word("repeat"), word("freq"), word("present")
@@ -66,22 +71,31 @@ def id_of(candidate):
 
 
 @inlined
-def key_bound(key, keep):
+def key_bound(key, keep, peaks, place):
     """An ordered float that at least `keep` of the block's keys reach, and few more unless they are equal.
 
-    LOWEST_KEY if fewer do. `key`: one a thread. Meets at barriers.
+    LOWEST_KEY if fewer do. `key`: one a thread, 0 for none. peaks[place]: shared uint32, 0 before; it takes the largest
+    key, from which the distance to the bound is searched bit by bit. Meets at barriers.
     """
-    found, bit = np.uint32(0), np.uint32(0x80000000)
+    highest = warp_max(key)
+    if cuda.threadIdx.x % WARP == 0:
+        cuda.atomic.max(peaks, place, highest)
+    cuda.syncthreads()
+    peak = peaks[place]
+    distance = np.uint32(peak - key)
+    reach, bit = OCTAVE, np.uint32(0x00400000)
     enough = keep + keep // 4 + 4
-    for _ in range(opaque(32)):
-        trial = np.uint32(found | bit)
+    count = cuda.syncthreads_count(1 if distance <= reach else 0)
+    if count < keep:  # rare: the logits are spread over more than a factor of two
+        reach, bit = ALL_ONES, np.uint32(0x80000000)
+        count = enough + 1
+    while bit != 0 and count > enough:
+        trial = np.uint32(reach ^ bit)
         bit = np.uint32(bit >> np.uint32(1))
-        count = cuda.syncthreads_count(1 if key >= trial else 0)
-        if count >= keep:
-            found = trial
-            if count <= enough:
-                break
-    return max(found, LOWEST_KEY)
+        reached = cuda.syncthreads_count(1 if distance <= trial else 0)
+        if reached >= keep:
+            reach, count = trial, reached
+    return np.uint32(peak - reach) if reach < peak - LOWEST_KEY else LOWEST_KEY
 
 
 @inlined
@@ -140,92 +154,124 @@ def penalised(logit, count, floats, at):
     return sub(logit, add(mul(np.float32(count), floats[at + FREQ]), floats[at + PRESENT]))
 
 
-@inlined
-def table_word(logit):
-    """The bits of an adjusted logit; those of -0 for 0, as 0 means that there is none."""
-    bits = bits_of(logit)
-    return np.uint32(0x80000000) if bits == 0 else bits
+def adjuster(shape: Shape) -> tuple[Any, Any]:
+    """Two device functions: one notes the tokens of a segment that are penalised or biased, one adjusts their logits.
 
-
-def adjuster(shape: Shape) -> Any:
-    """Two device functions for the table of adjusted logits of a segment: the one before the logits, the one after."""
-    threads, segment, quarter = shape.threads, shape.segment, shape.segment // 4
+    A token of local index i is noted as bit `slot` of hits[owner], where the thread `owner` holds it as logit `slot`.
+    """
+    threads, segment = shape.threads, shape.segment
 
     @inlined
-    def place(local):
-        return local % 4 * quarter + local // 4
+    def owner_of(local):
+        return np.uint32(local // 4 % threads)
 
     @inlined
-    def note(token, first, table, seen, counters):
-        """Count a token of the window; `seen` takes each of the segment once."""
+    def bit_of(local):
+        return np.uint32(np.uint32(1) << np.uint32(local // 4 // threads * 4 + local % 4))
+
+    @inlined
+    def noted(hits, local):
+        """Note a token; True if it was noted before."""
+        bit = bit_of(local)
+        return np.uint32(cuda.atomic.or_(hits, owner_of(local), bit) & bit) != 0
+
+    @inlined
+    def note(token, first, hits, seen, counters):
+        """Note a token of the window: `seen` takes it at the front, or at the back if it came before."""
         local = token - first
-        if 0 <= local < segment and cuda.atomic.add(table, np.uint32(place(local)), 1) == 0:
-            seen[np.uint32(cuda.atomic.add(counters, SEEN, 1))] = local
+        if 0 <= local < segment:
+            again = noted(hits, local)
+            position = np.int32(cuda.atomic.add(counters, AGAIN if again else SEEN, 1))
+            seen[np.uint32(WINDOW_WORDS - 1 - position if again else position)] = local
 
     @inlined
-    def note_four(windows, index, end, first, table, seen, counters):
-        a, b, c, d = load_ids(windows, index, index < end)
-        note(a, first, table, seen, counters)
-        note(b, first, table, seen, counters)
-        note(c, first, table, seen, counters)
-        note(d, first, table, seen, counters)
+    def note_four(a, b, c, d, first, hits, seen, counters):
+        note(a, first, hits, seen, counters)
+        note(b, first, hits, seen, counters)
+        note(c, first, hits, seen, counters)
+        note(d, first, hits, seen, counters)
 
     @inlined
-    def count(first, requests, at, table, seen, counters):
-        """table[place(local)]: how often the window holds a token of the segment. Ends at a barrier."""
-        thread, ints = cuda.threadIdx.x, requests.ints
-        for i in range(thread, segment, threads):
-            table[np.uint32(i)] = 0
-        cuda.syncthreads()
-        start = ints[at + WINDOW]
-        end = start + ints[at + LENGTH]
-        for i in range(start + 4 * thread, end, 4 * threads):
-            note_four(requests.windows, i, end, first, table, seen, counters)
-        cuda.syncthreads()
+    def note_window(ids, length, first, hits, seen, counters):
+        """Note the 16 ids a thread of `load_ids`; those past `length` are -1, and mostly skipped."""
+        note_four(ids[0], ids[1], ids[2], ids[3], first, hits, seen, counters)
+        if length > 4 * threads:
+            note_four(ids[4], ids[5], ids[6], ids[7], first, hits, seen, counters)
+        if length > 8 * threads:
+            note_four(ids[8], ids[9], ids[10], ids[11], first, hits, seen, counters)
+            note_four(ids[12], ids[13], ids[14], ids[15], first, hits, seen, counters)
 
     @inlined
-    def adjust(logits, base, first, requests, at, table, seen, number):
-        """table[place(local)]: the adjusted logit of a token that the window or the biases name, else 0.
+    def adjust(logits, base, first, ids, requests, at, table, hits, seen, counters):
+        """Note the window's and the biases' tokens and put their adjusted logits into `table`, by local index.
 
-        `number` tokens are in `seen`, counted in `table`. Ends at a barrier.
+        `ids`: the window's first 16 a thread. `hits` and `counters` are 0, and a barrier has passed. Ends at one.
         """
         thread = cuda.threadIdx.x
         ints, floats = requests.ints, requests.floats
-        for i in range(thread, number, threads):
+        start, length, biases = ints[at + WINDOW], ints[at + LENGTH], ints[at + BIASES]
+        done = 0
+        while done < length:
+            note_window(ids, length - done, first, hits, seen, counters)
+            done += 16 * threads
+            if done < length:
+                ids = load_ids(requests.windows, start + done, start + length, thread, threads)
+        cuda.syncthreads()
+        i = thread
+        while i < counters[SEEN]:
+            table[np.uint32(seen[np.uint32(i)])] = 1
+            i += opaque(threads)
+        cuda.syncthreads()
+        i = thread
+        while i < counters[AGAIN]:
+            cuda.atomic.add(table, np.uint32(seen[np.uint32(WINDOW_WORDS - 1 - i)]), 1)
+            i += opaque(threads)
+        cuda.syncthreads()
+        i = thread
+        while i < counters[SEEN]:
             local = np.int32(seen[np.uint32(i)])
-            token, entry = first + local, np.uint32(place(local))
-            logit = logits[base + token]
-            if ints[at + BIASES] > 0:
-                logit = biased(logit, ints, at, bias_position(ints, at, token), token)
-            table[entry] = table_word(penalised(logit, table[entry], floats, at))
-        if ints[at + BIASES] > 0:
+            logit = logits[base + first + local]
+            if biases > 0:
+                logit = biased(logit, ints, at, bias_position(ints, at, first + local), first + local)
+            table[np.uint32(local)] = bits_of(penalised(logit, table[np.uint32(local)], floats, at))
+            i += opaque(threads)
+        if biases > 0:
             low, high = bias_position(ints, at, first), bias_position(ints, at, first + segment)
-            for i in range(low + thread, high, threads):
-                token = far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i)
-                again = i > low and far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i - 1) == token
-                entry = np.uint32(place(token - first))
-                if not again and table[entry] == 0:
-                    table[entry] = table_word(biased(logits[base + token], ints, at, i, token))
+            i = low + thread
+            while i < high:
+                local = far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first
+                if not noted(hits, local):  # the window's are done
+                    entry = bias_position(ints, at, first + local)
+                    table[np.uint32(local)] = bits_of(
+                        biased(logits[base + first + local], ints, at, entry, first + local)
+                    )
+                i += opaque(threads)
         cuda.syncthreads()
 
-    return count, adjust
+    @inlined
+    def adjusted(logit, local, table, hits):
+        """What stands for the logit of a local index."""
+        return float_of(table[np.uint32(local)]) if np.uint32(hits[owner_of(local)] & bit_of(local)) != 0 else logit
+
+    return adjust, adjusted
 
 
-def candidate_stage(shape: Shape) -> tuple[Any, Any]:
-    """The two device functions of the candidate stage: what it can do before the logits are there, and the rest.
+def candidate_stage(shape: Shape) -> Any:
+    """The device function of the candidate stage.
 
     Grid: (blocks, rows); block: shape.threads. Twin: reference.Chain.penalise and top_k. Reads logits [rows, vocab]
-    float32 and `requests`, writes `scratch` (tables.py says what they hold).
+    float32 and `requests`, writes `scratch` (tables.py says what they hold). It starts before the kernel ahead is done
+    and reads `requests` at once: what writes those must be done before the kernel ahead starts.
     """
     macros = logit_macros(shape.threads, shape.vectors, shape.wide)
-    load, overlay, largest = macros.load, macros.overlay, macros.largest
+    load, replace, largest = macros.load, macros.replace, macros.largest
     above, pick, exp_sum = macros.above, macros.pick, macros.exp_sum
-    count_window, adjust = adjuster(shape)
-    threads, segment, quarter = shape.threads, shape.segment, shape.segment // 4
+    adjust, adjusted = adjuster(shape)
+    threads, segment = shape.threads, shape.segment
     warps = threads // WARP
 
     @inlined
-    def one_by_one(logits, base, first, end, keep, table, patched, out, at, cell):
+    def one_by_one(logits, base, first, end, keep, table, hits, patched, out, at, cell):
         """The `keep` largest of a segment in order, into `out`; how many there are. Rounds over all of it."""
         thread = cuda.threadIdx.x
         last = LAST_KEY
@@ -234,16 +280,16 @@ def candidate_stage(shape: Shape) -> tuple[Any, Any]:
                 cell[0] = np.uint64(0)
             cuda.syncthreads()
             best = np.uint64(0)
-            for local in range(thread, end - first, threads):
+            local = thread
+            while local < end - first:
                 logit = logits[base + first + local]
                 if patched:
-                    entry = table[np.uint32(local % 4 * quarter + local // 4)]
-                    if entry != 0:
-                        logit = float_of(entry)
+                    logit = adjusted(logit, local, table, hits)
                 if logit >= LOWEST:
                     candidate = join(ordered(logit), first + local)
                     if candidate < last and candidate > best:
                         best = candidate
+                local += opaque(threads)
             cuda.atomic.max(cell, 0, best)
             cuda.syncthreads()
             last = cell[0]
@@ -258,7 +304,7 @@ def candidate_stage(shape: Shape) -> tuple[Any, Any]:
     def leave(x, keep, first, out, at, counters, which):
         """Write what reaches the bound to `out`; how many that are, of which CAPACITY are written."""
         top = largest(x)
-        bound = value_of(key_bound(ordered(top), keep))
+        bound = value_of(key_bound(ordered(top), keep, counters, PEAKS + which))
         mask = above(x, bound) if top >= bound else np.uint32(0)
         while mask != 0:
             i = np.int32(cuda.ffs(mask)) - 1
@@ -271,29 +317,40 @@ def candidate_stage(shape: Shape) -> tuple[Any, Any]:
         return counters[which]
 
     @inlined
-    def prepare(requests, at, table, seen, counters):
-        """True if the row's logits are adjusted; then the window is counted. Ends at a barrier."""
-        thread, ints = cuda.threadIdx.x, requests.ints
-        patched = ints[at + LENGTH] > 0 or ints[at + BIASES] > 0
-        if thread < 4:
-            counters[np.uint32(thread)] = 0
-        if patched:
-            count_window(cuda.blockIdx.x * segment, requests, at, table, seen, counters)
-        else:
-            cuda.syncthreads()
-        return patched
+    def with_adjusted(x, table, mask, thread):
+        """The thread's logits with those of the bits of `mask` from the table."""
+        while mask != 0:
+            i = np.int32(cuda.ffs(mask)) - 1
+            mask = np.uint32(mask & np.uint32(mask - np.uint32(1)))
+            x = replace(x, i, float_of(table[np.uint32(4 * (i // 4 * threads + thread) + i % 4)]))
+        return x
 
     @inlined
-    def stage(logits, vocab, requests, scratch, patched, table, seen, counters):
-        """`patched`, `table`, `seen`, `counters`: from `prepare`."""
+    def stage(logits, vocab, requests, scratch):
         thread, block, row, blocks = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y, cuda.gridDim.x
+        table = cuda.shared.array(segment, np.uint32)
+        hits = cuda.shared.array(threads, np.uint32)
+        seen = cuda.shared.array(WINDOW_WORDS, np.uint16)
+        counters = cuda.shared.array(COUNTERS, np.uint32)
         cell = cuda.shared.array(1, np.uint64)
         sums = cuda.shared.array(warps, np.float32)
         at, ints = row * WORDS, requests.ints
         first, base = block * segment, row * vocab
-        end = min(vocab, first + segment)
-        lists, alternatives = ints[at + LISTS_WANTED], ints[at + ALTERNATIVES]
+        keep, lists, alternatives = ints[at + KEEP], ints[at + LISTS_WANTED], ints[at + ALTERNATIVES]
+        start, length = ints[at + WINDOW], ints[at + LENGTH]
+        patched = length > 0 or ints[at + BIASES] > 0
+        if thread < COUNTERS:
+            counters[np.uint32(thread)] = 0
+        hits[np.uint32(thread)] = 0
+        ids = load_ids(requests.windows, start, start + length, thread, threads)
+        let_next_start()
+        wait_for_previous()
+        if keep == 0:
+            return
         x = load(logits, base, first, thread, vocab)
+        cuda.syncthreads()
+        if patched:
+            adjust(logits, base, first, ids, requests, at, table, hits, seen, counters)
         if alternatives >= 0:
             top = block_largest(largest(x), counters)
             total = np.float32(0.0)
@@ -302,20 +359,19 @@ def candidate_stage(shape: Shape) -> tuple[Any, Any]:
             if thread == 0:
                 scratch.partials[(row * blocks + block) * 2] = top
                 scratch.partials[(row * blocks + block) * 2 + 1] = total
-        if patched:
-            adjust(logits, base, first, requests, at, table, seen, counters[SEEN])
         for which in range(lists - 1, -1, -1):
-            keep = ints[at + KEEP] if which == 0 else alternatives
-            if which == 0 and patched:
-                x = overlay(x, table, thread)
+            of_adjusted = which == 0 and patched
+            if of_adjusted:
+                x = with_adjusted(x, table, hits[np.uint32(thread)], thread)
+            wanted = keep if which == 0 else alternatives
             place = (row * LISTS + which) * blocks + block
-            count = leave(x, keep, first, scratch.candidates, place * CAPACITY, counters, which)
+            count = leave(x, wanted, first, scratch.candidates, place * CAPACITY, counters, which)
             if count > CAPACITY:
-                adjusted = which == 0 and patched
+                end, out = min(vocab, first + segment), scratch.candidates
                 count = one_by_one(
-                    logits, base, first, end, keep, table, adjusted, scratch.candidates, place * CAPACITY, cell
+                    logits, base, first, end, wanted, table, hits, of_adjusted, out, place * CAPACITY, cell
                 )
             if thread == 0:
                 scratch.counts[place] = count
 
-    return prepare, stage
+    return stage

@@ -14,7 +14,7 @@ from ..backends.cuda.device import Buffer, Device
 from ..params import LOGPROBS_MAX
 from ..rows import Choice, Draw, Float32
 from .host import Bias, is_plain, pack, sorted_bias
-from .kernels import kernel_spec
+from .kernels import KERNELS, kernel_spec
 from .tables import (
     CAPACITY,
     ENTRIES,
@@ -57,7 +57,7 @@ class CudaSampler:
             raise ValueError(f"{max_rows} rows of {vocab} logits are more than the sampler can number")
         self.device = device or Device()
         self.kept = np.empty(0, np.int32)  # [m] tokens left to draw from in each row of the last `read`; 1 if greedy
-        self._kernels = {name: self.device.load(kernel_spec(name, self.shape)) for name in ("chain", "arg_max")}
+        self._kernels = {name: self.device.load(kernel_spec(name, self.shape)) for name in KERNELS}
         self._biases: dict[int, tuple[Bias, Buffer, Buffer]] = {}
         self._draws: Sequence[Draw] = ()
         self._allocate()
@@ -90,8 +90,12 @@ class CudaSampler:
         Rows past the staged draws cost next to nothing.
         """
         address = logits.address if isinstance(logits, Buffer) else logits
-        kernel = self._kernels["arg_max" if plain else "chain"]
-        self.device.launch(kernel, (self.blocks, rows), *self._arguments(address))
+        arguments = self._arguments(address)
+        if plain:
+            self.device.launch(self._kernels["arg_max"], (self.blocks, rows), *arguments)
+            return
+        self.device.launch(self._kernels["candidates"], (self.blocks, rows), *arguments)
+        self.device.launch(self._kernels["merge"], (rows,), *arguments)
 
     def stage(self, draws: Sequence[Draw]) -> None:
         """Write what the chain reads about each row, and queue its copy to the device.

@@ -1,7 +1,7 @@
 """The kernels of the GPU sampler, put together from their stages, and what it takes to compile them.
 
-`chain`: candidate stage, and in the block of each row that is done last, its merge stage. `arg_max`: the same without a
-chain, for rows that are greedy and have neither penalties nor biases nor log-probabilities.
+The chain is two launches, `candidates` and `merge`. `arg_max` is one, for rows that are greedy and have neither
+penalties nor biases nor log-probabilities. All take the same arguments.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from .ptx import (
     wait_for_previous,
     warp_max,
 )
-from .tables import HEAD, WINDOW_WORDS, WORDS, Outcome, Requests, Scratch, Shape, word
-
-KEEP = word("keep")
+from .tables import HEAD, Outcome, Requests, Scratch, Shape
 
 
 @inlined
@@ -48,66 +46,22 @@ def is_last(tickets, row, blocks, flag):
     return flag[0] == 1
 
 
-def chain_kernel(shape: Shape) -> Callable[..., None]:
-    """The whole chain. Grid: (blocks, rows), block: shape.threads.
-
-    logits [rows, vocab] float32; the rest as in tables.py. Twin: reference.Chain.choose. `requests` is read before the
-    kernel that writes the logits is done: it must have been written before that one was launched.
-    """
-    candidates, merge = candidates_body(shape), merge_stage(shape)
-
-    def kernel(logits, vocab, requests, scratch, outcome):
-        flag = cuda.shared.array(1, np.int32)
-        row = cuda.blockIdx.y
-        if candidates(logits, vocab, requests, scratch) and is_last(scratch.tickets, row, cuda.gridDim.x, flag):
-            merge(logits, vocab, row, cuda.gridDim.x, requests, scratch, outcome)
-
-    return kernel
-
-
-def candidates_body(shape: Shape) -> Any:
-    """The device function: the candidate stage of a block; False if there is no such row."""
-    prepare, candidates = candidate_stage(shape)
-    segment = shape.segment
-
-    @inlined
-    def body(logits, vocab, requests, scratch):
-        table = cuda.shared.array(segment, np.uint32)
-        seen = cuda.shared.array(WINDOW_WORDS, np.uint16)
-        counters = cuda.shared.array(4, np.uint32)
-        at = cuda.blockIdx.y * WORDS
-        used = requests.ints[at + KEEP] > 0
-        patched = prepare(requests, at, table, seen, counters)
-        let_next_start()
-        wait_for_previous()
-        if used:
-            candidates(logits, vocab, requests, scratch, patched, table, seen, counters)
-        return used
-
-    return body
-
-
 def candidates_kernel(shape: Shape) -> Callable[..., None]:
-    """The candidate stage alone; arguments, grid and block of `chain_kernel`."""
-    candidates = candidates_body(shape)
+    """The candidate stage of the chain. Grid: (blocks, rows); block: shape.threads. See candidates.py."""
+    stage = candidate_stage(shape)
 
     def kernel(logits, vocab, requests, scratch, outcome):
-        candidates(logits, vocab, requests, scratch)
+        stage(logits, vocab, requests, scratch)
 
     return kernel
 
 
 def merge_kernel(shape: Shape) -> Callable[..., None]:
-    """The merge stage alone. Grid: rows; block: shape.threads."""
-    merge, segment = merge_stage(shape), shape.segment
+    """The merge stage of the chain. Grid: rows; block: shape.threads. See merge.py."""
+    stage = merge_stage(shape)
 
     def kernel(logits, vocab, requests, scratch, outcome):
-        row = cuda.blockIdx.x
-        let_next_start()
-        wait_for_previous()
-        if requests.ints[row * WORDS + KEEP] == 0:
-            return
-        merge(logits, vocab, row, (vocab + segment - 1) // segment, requests, scratch, outcome)
+        stage(logits, vocab, requests, scratch, outcome)
 
     return kernel
 
@@ -115,7 +69,8 @@ def merge_kernel(shape: Shape) -> Callable[..., None]:
 def arg_max_kernel(shape: Shape) -> Callable[..., None]:
     """The id of the largest logit of each row, ties to the lowest, 0 if all are -inf or NaN.
 
-    Arguments, grid and block of `chain_kernel`, of which it reads no `requests`. Twin: numpy.argmax.
+    Grid: (blocks, rows); block: shape.threads. The block of each row that is done last compares what they found.
+    Reads no `requests`. Twin: numpy.argmax.
     """
     macros = logit_macros(shape.threads, shape.vectors, shape.wide)
     load, largest, above = macros.load, macros.largest, macros.above
@@ -177,7 +132,6 @@ def arg_max_kernel(shape: Shape) -> Callable[..., None]:
 
 
 KERNELS: dict[str, Callable[[Shape], Callable[..., None]]] = {
-    "chain": chain_kernel,
     "candidates": candidates_kernel,
     "merge": merge_kernel,
     "arg_max": arg_max_kernel,

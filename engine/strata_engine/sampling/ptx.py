@@ -90,8 +90,9 @@ if SIMULATED:
     def load_key(candidates, index, inside):
         return candidates[index] if inside else np.uint64(0)
 
-    def load_ids(windows, index, inside):
-        return tuple(windows[index : index + 4].tolist()) if inside else (-1,) * 4
+    def load_ids(windows, start, end, thread, threads):
+        places = [start + 4 * (v * threads + thread) for v in range(4)]
+        return tuple(windows[at + j] if at < end else -1 for at in places for j in range(4))
 
     def take_ticket(tickets, index):
         tickets[index] += 1
@@ -206,13 +207,17 @@ else:
         address = e.b.gep(candidates, [e.i64(index)])
         return e.asm(text, I64, "=l,l,r", address, _flag(e, inside), effect=True)
 
-    @macro(types.UniTuple(i32, 4))
-    def load_ids(e: Emitter, windows: Any, index: Any, inside: Any) -> Any:
-        """Four ids of a penalty window, or -1 four times if not `inside`."""
+    @macro(types.UniTuple(i32, 16))
+    def load_ids(e: Emitter, windows: Any, start: Any, end: Any, thread: Any, threads: Any) -> Any:
+        """16 ids of windows[start:end], four from every 4 * threads; -1 past the end."""
         moves = " ".join(f"mov.b32 ${i}, -1;" for i in range(4))
-        text = f"{{ .reg .pred p; setp.ne.s32 p, $5, 0; {moves} @p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
-        address = e.b.gep(windows, [e.i64(index)])
-        return e.asm(text, [I32] * 4, "=r,=r,=r,=r,l,r", address, _flag(e, inside), effect=True)
+        text = f"{{ .reg .pred p; setp.lt.s32 p, $5, $6; {moves} @p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+        ids: list[Any] = []
+        for v in range(4):
+            at = e.b.add(start, e.b.shl(e.b.add(thread, e.b.mul(threads, e.u32(v))), e.u32(2)))
+            address = e.b.gep(windows, [e.i64(at)])
+            ids += e.asm(text, [I32] * 4, "=r,=r,=r,=r,l,r,r", address, at, end, effect=True)
+        return ids
 
     @macro(i32)
     def take_ticket(e: Emitter, tickets: Any, index: Any) -> Any:
@@ -225,8 +230,7 @@ def logit_macros(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
     """The macros over a thread's logits. `wide`: rows are 16-byte aligned, so that vectors are loaded whole.
 
     load(logits, base, first, thread, vocab) -> x: the logits at base + first + local index; -inf from `vocab` on
-    overlay(x, table, thread) -> x: each logit replaced by the float32 bits in `table`, where those are not 0; the
-        entry of local index i stands at (i % 4) * (segment / 4) + i // 4
+    replace(x, i, value) -> x: with `value` for logit i
     largest(x): the largest; NaN does not count      above(x, bound): bit i is set if logit i >= bound
     pick(x, i): logit i                              exp_sum(x, top): the sum of exp(x - top); 1 for what equals it
     """
@@ -236,23 +240,19 @@ def logit_macros(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
 
 
 def _simulated(threads: int, vectors: int) -> SimpleNamespace:
-    count, quarter = 4 * vectors, threads * vectors
+    count = 4 * vectors
 
     def load(logits, base, first, thread, vocab):
         tokens = [first + 4 * (i // 4 * threads + thread) + i % 4 for i in range(count)]
         return tuple(logits[base + token] if token < vocab else np.float32(-np.inf) for token in tokens)
-
-    def overlay(x, table, thread):
-        words = [table[i % 4 * quarter + i // 4 * threads + thread] for i in range(count)]
-        return tuple(float_of(word) if word else logit for logit, word in zip(x, words, strict=True))
 
     def exp_sum(x, top):
         return np.float32(sum(1.0 if v == top else exp_of(v - top) for v in x if not np.isnan(v)))
 
     return SimpleNamespace(
         load=load,
-        overlay=overlay,
         exp_sum=exp_sum,
+        replace=lambda x, i, value: (*x[:i], value, *x[i + 1 :]),
         largest=lambda x: max((v for v in x if not np.isnan(v)), default=np.float32(-np.inf)),
         above=lambda x, bound: sum(1 << i for i, v in enumerate(x) if v >= bound),
         pick=lambda x, i: x[i],
@@ -260,7 +260,7 @@ def _simulated(threads: int, vectors: int) -> SimpleNamespace:
 
 
 def _compiled(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
-    count, quarter = 4 * vectors, threads * vectors
+    count = 4 * vectors
     tuple_type = floats(count)
 
     def tree(e: Emitter, values: list[Any], combine: Any) -> Any:
@@ -291,14 +291,8 @@ def _compiled(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
         return x
 
     @macro(tuple_type)
-    def overlay(e: Emitter, x: Any, table: Any, thread: Any) -> Any:
-        data = e.b.extract_value(table, 4)  # numba's array structure: data is its fifth member
-        out = []
-        for i, logit in enumerate(x):
-            at = e.b.add(thread, e.u32(i % 4 * quarter + i // 4 * threads))
-            word = e.b.load(e.b.gep(data, [e.i64(at)]))
-            out.append(e.b.select(e.b.icmp_unsigned("==", word, e.u32(0)), logit, e.real(word)))
-        return out
+    def replace(e: Emitter, x: Any, i: Any, value: Any) -> Any:
+        return [e.b.select(e.b.icmp_unsigned("==", i, e.u32(j)), value, v) for j, v in enumerate(x)]
 
     @macro(f32)
     def largest(e: Emitter, x: Any) -> Any:
@@ -326,4 +320,4 @@ def _compiled(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
             terms.append(e.b.select(e.b.fcmp_ordered("==", v, top), e.f32(1.0), _exp(e, shift)))
         return tree(e, terms, e.add)
 
-    return SimpleNamespace(load=load, overlay=overlay, exp_sum=exp_sum, largest=largest, above=above, pick=pick)
+    return SimpleNamespace(load=load, replace=replace, exp_sum=exp_sum, largest=largest, above=above, pick=pick)

@@ -64,7 +64,7 @@ class Scratch(NamedTuple):
     candidates: Any  # uint64* [rows, LISTS, blocks, CAPACITY]: ordered logit in the upper half, 2^32 - 1 - id below
     counts: Any  # int32* [rows, LISTS, blocks]
     partials: Any  # float32* [rows, blocks, 2]: the largest raw logit, the sum of exp(logit - largest)
-    tickets: Any  # int32* [rows]: blocks that are done; 0 before and after a launch
+    tickets: Any  # int32* [rows]: arg_max's blocks that are done; 0 before and after a launch
 
 
 class Outcome(NamedTuple):
