@@ -59,7 +59,7 @@ def choose(logits, draws):
         ARG_MAX[(blocks, rows), SHAPE.threads](*arguments)
     else:
         CANDIDATES[(blocks, rows), SHAPE.threads](*arguments)
-        MERGE[rows, SHAPE.threads](*arguments)
+        MERGE[rows, SHAPE.merging.threads](*arguments)
     assert not scratch.tickets.any() and outcome.tokens.tolist() == heads[::HEAD].tolist()
     return [_choice(draw, row, outcome) for row, draw in enumerate(draws)]
 

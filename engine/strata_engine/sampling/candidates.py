@@ -5,8 +5,8 @@ with a bound that at least `keep` of them reach, found bit by bit from the top; 
 segment, and few others. The bound is a float32, so equal logits stand or fall together. Should more than CAPACITY reach
 it, the block takes the `keep` largest one by one: slow and exact.
 
-Penalties and biases: the tokens they name in the segment are noted in a bitmap in shared memory, a word of which covers
-the logits that one thread holds. Only what is noted is counted, adjusted and put in the place of what was read.
+Penalties and biases: the tokens they name in the segment are marked in a bitmap in shared memory, a word of which covers
+the logits that one thread holds. Only what is marked is counted, adjusted and put in the place of what was read.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ from .ptx import (
     warp_max,
     warp_sum,
 )
-from .tables import CAPACITY, LISTS, WINDOW_WORDS, WORDS, Shape, word
+from .tables import CAPACITY, LISTS, WORDS, Shape, word
 
 LOWEST = np.float32(np.finfo(np.float32).min)  # under this is only -inf
 LOWEST_KEY = np.uint32(0x00800000)  # ordered(LOWEST)
 ALL_ONES = np.uint32(0xFFFFFFFF)
-# places of `counters`, shared uint32: the candidates of each list; tokens of the window, and those that came before;
-# the largest raw logit; the largest key of each list
-SEEN, AGAIN, PEAK, PEAKS, COUNTERS = 2, 3, 4, 5, 7
+# places of `counters`, shared uint32: candidates of each list (0, 1), the largest raw logit, each list's largest key
+PEAK, PEAKS, COUNTERS = 2, 3, 5
 OCTAVE = np.uint32(0x007FFFFF)  # ordered floats from a power of two to the next, less one
 LAST_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -84,7 +83,7 @@ def key_bound(key, keep, peaks, place):
     peak = peaks[place]
     distance = np.uint32(peak - key)
     reach, bit = OCTAVE, np.uint32(0x00400000)
-    enough = keep + keep // 4 + 4
+    enough = keep + keep // 8 + 2
     count = cuda.syncthreads_count(1 if distance <= reach else 0)
     if count < keep:  # rare: the logits are spread over more than a factor of two
         reach, bit = ALL_ONES, np.uint32(0x80000000)
@@ -154,12 +153,15 @@ def penalised(logit, count, floats, at):
     return sub(logit, add(mul(np.float32(count), floats[at + FREQ]), floats[at + PRESENT]))
 
 
-def adjuster(shape: Shape) -> tuple[Any, Any]:
-    """Two device functions: one notes the tokens of a segment that are penalised or biased, one adjusts their logits.
+def adjuster(shape: Shape) -> tuple[Any, Any, Any]:
+    """Three device functions: `mark` the tokens of a segment that are penalised or biased, `adjust` them, look one up.
 
-    A token of local index i is noted as bit `slot` of hits[owner], where the thread `owner` holds it as logit `slot`.
+    The token of local index i is bit `slot` of hits[owner], where the thread `owner` holds it as logit `slot`. Only
+    what is marked has an entry in the table: first how often the window holds the token, then the bits of its logit.
     """
     threads, segment = shape.threads, shape.segment
+    macros = logit_macros(shape.threads, shape.vectors, shape.wide)
+    pick, replace = macros.pick, macros.replace
 
     @inlined
     def owner_of(local):
@@ -170,90 +172,108 @@ def adjuster(shape: Shape) -> tuple[Any, Any]:
         return np.uint32(np.uint32(1) << np.uint32(local // 4 // threads * 4 + local % 4))
 
     @inlined
-    def noted(hits, local):
-        """Note a token; True if it was noted before."""
-        bit = bit_of(local)
-        return np.uint32(cuda.atomic.or_(hits, owner_of(local), bit) & bit) != 0
-
-    @inlined
-    def note(token, first, hits, seen, counters):
-        """Note a token of the window: `seen` takes it at the front, or at the back if it came before."""
-        local = token - first
+    def mark_one(local, table, hits):
+        """Mark a token, whoever else does at the same time."""
         if 0 <= local < segment:
-            again = noted(hits, local)
-            position = np.int32(cuda.atomic.add(counters, AGAIN if again else SEEN, 1))
-            seen[np.uint32(WINDOW_WORDS - 1 - position if again else position)] = local
+            table[np.uint32(local)] = 0
+            cuda.atomic.or_(hits, owner_of(local), bit_of(local))
 
     @inlined
-    def note_four(a, b, c, d, first, hits, seen, counters):
-        note(a, first, hits, seen, counters)
-        note(b, first, hits, seen, counters)
-        note(c, first, hits, seen, counters)
-        note(d, first, hits, seen, counters)
+    def count_one(local, table):
+        if 0 <= local < segment:
+            cuda.atomic.add(table, np.uint32(local), 1)
 
     @inlined
-    def note_window(ids, length, first, hits, seen, counters):
-        """Note the 16 ids a thread of `load_ids`; those past `length` are -1, and mostly skipped."""
-        note_four(ids[0], ids[1], ids[2], ids[3], first, hits, seen, counters)
+    def mark_four(a, b, c, d, first, table, hits):
+        mark_one(a - first, table, hits)
+        mark_one(b - first, table, hits)
+        mark_one(c - first, table, hits)
+        mark_one(d - first, table, hits)
+
+    @inlined
+    def count_four(a, b, c, d, first, table):
+        count_one(a - first, table)
+        count_one(b - first, table)
+        count_one(c - first, table)
+        count_one(d - first, table)
+
+    @inlined
+    def mark_window(ids, length, first, table, hits):
+        """Mark the 16 ids a thread of `load_ids`; those past `length` are -1, and mostly skipped."""
+        mark_one(ids[0] - first, table, hits)
+        if length > threads:
+            mark_one(ids[1] - first, table, hits)
+            mark_one(ids[2] - first, table, hits)
+            mark_one(ids[3] - first, table, hits)
         if length > 4 * threads:
-            note_four(ids[4], ids[5], ids[6], ids[7], first, hits, seen, counters)
-        if length > 8 * threads:
-            note_four(ids[8], ids[9], ids[10], ids[11], first, hits, seen, counters)
-            note_four(ids[12], ids[13], ids[14], ids[15], first, hits, seen, counters)
+            mark_four(ids[4], ids[5], ids[6], ids[7], first, table, hits)
+            mark_four(ids[8], ids[9], ids[10], ids[11], first, table, hits)
+            mark_four(ids[12], ids[13], ids[14], ids[15], first, table, hits)
 
     @inlined
-    def adjust(logits, base, first, ids, requests, at, table, hits, seen, counters):
-        """Note the window's and the biases' tokens and put their adjusted logits into `table`, by local index.
+    def count_window(ids, length, first, table):
+        count_one(ids[0] - first, table)
+        if length > threads:
+            count_one(ids[1] - first, table)
+            count_one(ids[2] - first, table)
+            count_one(ids[3] - first, table)
+        if length > 4 * threads:
+            count_four(ids[4], ids[5], ids[6], ids[7], first, table)
+            count_four(ids[8], ids[9], ids[10], ids[11], first, table)
+            count_four(ids[12], ids[13], ids[14], ids[15], first, table)
 
-        `ids`: the window's first 16 a thread. `hits` and `counters` are 0, and a barrier has passed. Ends at one.
+    @inlined
+    def mark(ids, first, requests, at, table, hits):
+        """Mark what the window and the biases name, and count the window's tokens.
+
+        `ids`: the window's first 16 a thread. `hits` is 0, and a barrier has passed. Ends at one.
         """
-        thread = cuda.threadIdx.x
-        ints, floats = requests.ints, requests.floats
+        thread, ints = cuda.threadIdx.x, requests.ints
         start, length, biases = ints[at + WINDOW], ints[at + LENGTH], ints[at + BIASES]
-        done = 0
+        end, done = start + length, 0
         while done < length:
-            note_window(ids, length - done, first, hits, seen, counters)
+            mark_window(ids, length - done, first, table, hits)
             done += 16 * threads
             if done < length:
-                ids = load_ids(requests.windows, start + done, start + length, thread, threads)
-        cuda.syncthreads()
-        i = thread
-        while i < counters[SEEN]:
-            table[np.uint32(seen[np.uint32(i)])] = 1
-            i += opaque(threads)
-        cuda.syncthreads()
-        i = thread
-        while i < counters[AGAIN]:
-            cuda.atomic.add(table, np.uint32(seen[np.uint32(WINDOW_WORDS - 1 - i)]), 1)
-            i += opaque(threads)
-        cuda.syncthreads()
-        i = thread
-        while i < counters[SEEN]:
-            local = np.int32(seen[np.uint32(i)])
-            logit = logits[base + first + local]
-            if biases > 0:
-                logit = biased(logit, ints, at, bias_position(ints, at, first + local), first + local)
-            table[np.uint32(local)] = bits_of(penalised(logit, table[np.uint32(local)], floats, at))
-            i += opaque(threads)
+                ids = load_ids(requests.windows, start + done, end, thread, threads)
         if biases > 0:
-            low, high = bias_position(ints, at, first), bias_position(ints, at, first + segment)
-            i = low + thread
+            i, high = bias_position(ints, at, first) + thread, bias_position(ints, at, first + segment)
             while i < high:
-                local = far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first
-                if not noted(hits, local):  # the window's are done
-                    entry = bias_position(ints, at, first + local)
-                    table[np.uint32(local)] = bits_of(
-                        biased(logits[base + first + local], ints, at, entry, first + local)
-                    )
+                mark_one(far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first, table, hits)
                 i += opaque(threads)
         cuda.syncthreads()
+        done = 0
+        while done < length:
+            ids = load_ids(requests.windows, start + done, end, thread, threads)
+            count_window(ids, length - done, first, table)
+            done += 16 * threads
+        cuda.syncthreads()
+
+    @inlined
+    def adjust(x, first, requests, at, table, hits):
+        """The thread's logits with bias and penalties; what changed goes into the table, too."""
+        thread = cuda.threadIdx.x
+        ints, floats = requests.ints, requests.floats
+        mask = hits[np.uint32(thread)]
+        while mask != 0:
+            i = np.int32(cuda.ffs(mask)) - 1
+            mask = np.uint32(mask & np.uint32(mask - np.uint32(1)))
+            local = 4 * (i // 4 * threads + thread) + i % 4
+            logit, count = pick(x, i), table[np.uint32(local)]
+            if ints[at + BIASES] > 0:
+                logit = biased(logit, ints, at, bias_position(ints, at, first + local), first + local)
+            if count > 0:
+                logit = penalised(logit, count, floats, at)
+            table[np.uint32(local)] = bits_of(logit)
+            x = replace(x, i, logit)
+        return x
 
     @inlined
     def adjusted(logit, local, table, hits):
         """What stands for the logit of a local index."""
         return float_of(table[np.uint32(local)]) if np.uint32(hits[owner_of(local)] & bit_of(local)) != 0 else logit
 
-    return adjust, adjusted
+    return mark, adjust, adjusted
 
 
 def candidate_stage(shape: Shape) -> Any:
@@ -264,9 +284,9 @@ def candidate_stage(shape: Shape) -> Any:
     and reads `requests` at once: what writes those must be done before the kernel ahead starts.
     """
     macros = logit_macros(shape.threads, shape.vectors, shape.wide)
-    load, replace, largest = macros.load, macros.replace, macros.largest
-    above, pick, exp_sum = macros.above, macros.pick, macros.exp_sum
-    adjust, adjusted = adjuster(shape)
+    load, largest, above = macros.load, macros.largest, macros.above
+    pick, exp_sum = macros.pick, macros.exp_sum
+    mark, adjust, adjusted = adjuster(shape)
     threads, segment = shape.threads, shape.segment
     warps = threads // WARP
 
@@ -317,20 +337,10 @@ def candidate_stage(shape: Shape) -> Any:
         return counters[which]
 
     @inlined
-    def with_adjusted(x, table, mask, thread):
-        """The thread's logits with those of the bits of `mask` from the table."""
-        while mask != 0:
-            i = np.int32(cuda.ffs(mask)) - 1
-            mask = np.uint32(mask & np.uint32(mask - np.uint32(1)))
-            x = replace(x, i, float_of(table[np.uint32(4 * (i // 4 * threads + thread) + i % 4)]))
-        return x
-
-    @inlined
     def stage(logits, vocab, requests, scratch):
         thread, block, row, blocks = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y, cuda.gridDim.x
         table = cuda.shared.array(segment, np.uint32)
         hits = cuda.shared.array(threads, np.uint32)
-        seen = cuda.shared.array(WINDOW_WORDS, np.uint16)
         counters = cuda.shared.array(COUNTERS, np.uint32)
         cell = cuda.shared.array(1, np.uint64)
         sums = cuda.shared.array(warps, np.float32)
@@ -350,7 +360,7 @@ def candidate_stage(shape: Shape) -> Any:
         x = load(logits, base, first, thread, vocab)
         cuda.syncthreads()
         if patched:
-            adjust(logits, base, first, ids, requests, at, table, hits, seen, counters)
+            mark(ids, first, requests, at, table, hits)
         if alternatives >= 0:
             top = block_largest(largest(x), counters)
             total = np.float32(0.0)
@@ -362,7 +372,7 @@ def candidate_stage(shape: Shape) -> Any:
         for which in range(lists - 1, -1, -1):
             of_adjusted = which == 0 and patched
             if of_adjusted:
-                x = with_adjusted(x, table, hits[np.uint32(thread)], thread)
+                x = adjust(x, first, requests, at, table, hits)
             wanted = keep if which == 0 else alternatives
             place = (row * LISTS + which) * blocks + block
             count = leave(x, wanted, first, scratch.candidates, place * CAPACITY, counters, which)

@@ -138,6 +138,9 @@ KERNELS: dict[str, Callable[[Shape], Callable[..., None]]] = {
 }
 
 
+THREADS_RESIDENT = 1024  # a multiprocessor, at least: 64 registers each
+
+
 @cache
 def _sources() -> str:
     """A digest of the kernels' sources, which goes into their names and so into those of the compiled files."""
@@ -165,12 +168,13 @@ def _signature() -> Any:
     )
 
 
-def kernel_spec(name: str, shape: Shape, blocks: int = 4) -> Any:
-    """What `device.Device.load` compiles or loads; `name` of KERNELS."""
+def kernel_spec(name: str, shape: Shape) -> Any:
+    """What `device.Device.load` compiles or loads; `name` of KERNELS, `shape` of how rows are cut."""
     from ..backends.cuda.device import KernelSpec
 
+    shape = shape.merging if name == "merge" else shape
     full = f"sample_{name}_{shape.name}_{_sources()}"
-    return KernelSpec(full, partial(_build, name, shape), shape.threads, blocks=blocks)
+    return KernelSpec(full, partial(_build, name, shape), shape.threads, blocks=THREADS_RESIDENT // shape.threads)
 
 
 def simulated(name: str, shape: Shape) -> Any:
@@ -178,4 +182,4 @@ def simulated(name: str, shape: Shape) -> Any:
     from numba import cuda as simulator
 
     assert SIMULATED, "set NUMBA_ENABLE_CUDASIM=1 before numba is imported"
-    return simulator.jit(KERNELS[name](shape))
+    return simulator.jit(KERNELS[name](shape.merging if name == "merge" else shape))

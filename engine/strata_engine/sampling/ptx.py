@@ -91,8 +91,8 @@ if SIMULATED:
         return candidates[index] if inside else np.uint64(0)
 
     def load_ids(windows, start, end, thread, threads):
-        places = [start + 4 * (v * threads + thread) for v in range(4)]
-        return tuple(windows[at + j] if at < end else -1 for at in places for j in range(4))
+        places = range(start + thread, start + thread + 16 * threads, threads)
+        return tuple(windows[at] if at < end else -1 for at in places)
 
     def take_ticket(tickets, index):
         tickets[index] += 1
@@ -209,14 +209,12 @@ else:
 
     @macro(types.UniTuple(i32, 16))
     def load_ids(e: Emitter, windows: Any, start: Any, end: Any, thread: Any, threads: Any) -> Any:
-        """16 ids of windows[start:end], four from every 4 * threads; -1 past the end."""
-        moves = " ".join(f"mov.b32 ${i}, -1;" for i in range(4))
-        text = f"{{ .reg .pred p; setp.lt.s32 p, $5, $6; {moves} @p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+        """16 ids of windows[start:end], every `threads`-th from the thread's on; -1 past the end."""
+        text = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
         ids: list[Any] = []
-        for v in range(4):
-            at = e.b.add(start, e.b.shl(e.b.add(thread, e.b.mul(threads, e.u32(v))), e.u32(2)))
-            address = e.b.gep(windows, [e.i64(at)])
-            ids += e.asm(text, [I32] * 4, "=r,=r,=r,=r,l,r,r", address, at, end, effect=True)
+        for v in range(16):
+            at = e.b.add(start, e.b.add(thread, e.b.mul(threads, e.u32(v))))
+            ids.append(e.asm(text, I32, "=r,l,r,r", e.b.gep(windows, [e.i64(at)]), at, end, effect=True))
         return ids
 
     @macro(i32)

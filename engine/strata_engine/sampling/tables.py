@@ -33,7 +33,7 @@ RECORD = np.dtype(
         ("keep", "i4"),  # candidates of list 0 to keep, at least: 1..64; 0: no such row
         ("k", "i4"),  # top_k
         ("alternatives", "i4"),  # log-probabilities beside the chosen token's; -1: none at all
-        ("window", "i4"),  # first index in `windows`, a multiple of 4; entries up to the next multiple are -1
+        ("window", "i4"),  # where the penalty window starts in `windows`
         ("length", "i4"),  # tokens in the penalty window
         ("biases", "i4"),
         ("lists", "i4"),  # 2 if the raw candidates are wanted and differ from the adjusted ones
@@ -91,6 +91,11 @@ class Shape:
 
     def blocks(self, vocab: int) -> int:
         return -(-vocab // self.segment)
+
+    @property
+    def merging(self) -> Shape:
+        """The same segments with twice the threads: what the merge stage runs with."""
+        return Shape(2 * self.threads, self.vectors // 2, self.wide)
 
     @property
     def name(self) -> str:
