@@ -5,8 +5,8 @@ with a bound that at least `keep` of them reach, found bit by bit from the top; 
 segment, and few others. The bound is a float32, so equal logits stand or fall together. Should more than CAPACITY reach
 it, the block takes the `keep` largest one by one: slow and exact.
 
-Penalties and biases: the tokens they name in the segment are marked in a bitmap in shared memory, a word of which covers
-the logits that one thread holds. Only what is marked is counted, adjusted and put in the place of what was read.
+Penalties and biases: the tokens they name in the segment are marked in a bitmap in shared memory, a word of which
+covers the logits that one thread holds. Only what is marked is counted, adjusted and put in the place of what was read.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def key_bound(key, keep, peaks, place):
         reached = cuda.syncthreads_count(1 if distance <= trial else 0)
         if reached >= keep:
             reach, count = trial, reached
-    return np.uint32(peak - reach) if reach < peak - LOWEST_KEY else LOWEST_KEY
+    peak = max(peak, LOWEST_KEY)
+    return np.uint32(peak - min(reach, np.uint32(peak - LOWEST_KEY)))
 
 
 @inlined
