@@ -36,10 +36,10 @@ def test_kernel_for_unaligned_rows_compiles(name):
     assert "ld.global.L1::no_allocate.v4" not in compile_spec(kernel_spec(name, Shape(wide=False)), (9, 0))
 
 
-@pytest.mark.parametrize(("seed", "vocab"), [(1, 33), (2, 300)])
-def test_kernels_match_the_reference_in_the_simulator(seed, vocab):
+@pytest.mark.parametrize(("seed", "rows", "vocab"), [(9, 8, 33), (2, 4, 300)])
+def test_kernels_match_the_reference_in_the_simulator(seed, rows, vocab):
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", Path(__file__).with_name("simulate_cuda.py"), str(seed), "4", str(vocab)],
+        [sys.executable, "-W", "ignore", Path(__file__).with_name("simulate_cuda.py"), *map(str, (seed, rows, vocab))],
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
@@ -48,13 +48,13 @@ def test_kernels_match_the_reference_in_the_simulator(seed, vocab):
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_windows_stand_end_to_end():
+def test_windows_stand_end_to_end_in_fours():
     records, windows = np.zeros(3, RECORD), np.zeros(100, np.int32)
     params = GenParams(penalty_present=1.0)
     draws = [Draw(params, 0, np.arange(n, dtype=np.int32)) for n in (5, 0, 4)]
-    assert pack(draws, records, windows, no_bias) == 9
-    assert windows[:9].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
-    assert (records["window"].tolist(), records["length"].tolist()) == ([0, 5, 5], [5, 0, 4])
+    assert pack(draws, records, windows, no_bias) == 12
+    assert windows[:12].tolist() == [0, 1, 2, 3, 4, -1, -1, -1, 0, 1, 2, 3]
+    assert (records["window"].tolist(), records["length"].tolist()) == ([0, 8, 8], [5, 0, 4])
 
 
 def test_only_the_tail_of_a_history_is_sent():

@@ -26,7 +26,7 @@ from .ptx import (
     float_of,
     inlined,
     let_next_start,
-    load_ids,
+    load_four,
     logit_macros,
     mul,
     opaque,
@@ -40,6 +40,7 @@ from .ptx import (
 from .tables import CAPACITY, LISTS, WORDS, Shape, word
 
 LOWEST = np.float32(np.finfo(np.float32).min)  # under this is only -inf
+HIGHEST = np.float32(np.finfo(np.float32).max)
 LOWEST_KEY = np.uint32(0x00800000)  # ordered(LOWEST)
 ALL_ONES = np.uint32(0xFFFFFFFF)
 # places of `counters`, shared uint32: candidates of each list (0, 1), the largest raw logit, each list's largest key
@@ -185,69 +186,37 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any]:
             cuda.atomic.add(table, np.uint32(local), 1)
 
     @inlined
-    def mark_four(a, b, c, d, first, table, hits):
-        mark_one(a - first, table, hits)
-        mark_one(b - first, table, hits)
-        mark_one(c - first, table, hits)
-        mark_one(d - first, table, hits)
-
-    @inlined
-    def count_four(a, b, c, d, first, table):
-        count_one(a - first, table)
-        count_one(b - first, table)
-        count_one(c - first, table)
-        count_one(d - first, table)
-
-    @inlined
-    def mark_window(ids, length, first, table, hits):
-        """Mark the 16 ids a thread of `load_ids`; those past `length` are -1, and mostly skipped."""
-        mark_one(ids[0] - first, table, hits)
-        if length > threads:
-            mark_one(ids[1] - first, table, hits)
-            mark_one(ids[2] - first, table, hits)
-            mark_one(ids[3] - first, table, hits)
-        if length > 4 * threads:
-            mark_four(ids[4], ids[5], ids[6], ids[7], first, table, hits)
-            mark_four(ids[8], ids[9], ids[10], ids[11], first, table, hits)
-            mark_four(ids[12], ids[13], ids[14], ids[15], first, table, hits)
-
-    @inlined
-    def count_window(ids, length, first, table):
-        count_one(ids[0] - first, table)
-        if length > threads:
-            count_one(ids[1] - first, table)
-            count_one(ids[2] - first, table)
-            count_one(ids[3] - first, table)
-        if length > 4 * threads:
-            count_four(ids[4], ids[5], ids[6], ids[7], first, table)
-            count_four(ids[8], ids[9], ids[10], ids[11], first, table)
-            count_four(ids[12], ids[13], ids[14], ids[15], first, table)
-
-    @inlined
-    def mark(ids, first, requests, at, table, hits):
+    def mark(four, first, requests, at, table, hits):
         """Mark what the window and the biases name, and count the window's tokens.
 
-        `ids`: the window's first 16 a thread. `hits` is 0, and a barrier has passed. Ends at one.
+        `four`: the thread's first ids of the window. `hits` is 0, and a barrier has passed. Ends at one.
         """
-        thread, ints = cuda.threadIdx.x, requests.ints
-        start, length, biases = ints[at + WINDOW], ints[at + LENGTH], ints[at + BIASES]
-        end, done = start + length, 0
-        while done < length:
-            mark_window(ids, length - done, first, table, hits)
-            done += 16 * threads
-            if done < length:
-                ids = load_ids(requests.windows, start + done, end, thread, threads)
+        thread, ints, windows = cuda.threadIdx.x, requests.ints, requests.windows
+        begin, biases = ints[at + WINDOW] + 4 * thread, ints[at + BIASES]
+        end = ints[at + WINDOW] + ints[at + LENGTH]
+        i = begin
+        while i < end:
+            i += opaque(4 * threads)
+            ahead = load_four(windows, i, end)
+            mark_one(four[0] - first, table, hits)
+            mark_one(four[1] - first, table, hits)
+            mark_one(four[2] - first, table, hits)
+            mark_one(four[3] - first, table, hits)
+            four = ahead
         if biases > 0:
             i, high = bias_position(ints, at, first) + thread, bias_position(ints, at, first + segment)
             while i < high:
                 mark_one(far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first, table, hits)
                 i += opaque(threads)
         cuda.syncthreads()
-        done = 0
-        while done < length:
-            ids = load_ids(requests.windows, start + done, end, thread, threads)
-            count_window(ids, length - done, first, table)
-            done += 16 * threads
+        i = begin
+        while i < end:
+            four = load_four(windows, i, end)
+            count_one(four[0] - first, table)
+            count_one(four[1] - first, table)
+            count_one(four[2] - first, table)
+            count_one(four[3] - first, table)
+            i += opaque(4 * threads)
         cuda.syncthreads()
 
     @inlined
@@ -353,7 +322,7 @@ def candidate_stage(shape: Shape) -> Any:
         if thread < COUNTERS:
             counters[np.uint32(thread)] = 0
         hits[np.uint32(thread)] = 0
-        ids = load_ids(requests.windows, start, start + length, thread, threads)
+        four = load_four(requests.windows, start + 4 * thread, start + length)
         let_next_start()
         wait_for_previous()
         if keep == 0:
@@ -361,12 +330,11 @@ def candidate_stage(shape: Shape) -> Any:
         x = load(logits, base, first, thread, vocab)
         cuda.syncthreads()
         if patched:
-            mark(ids, first, requests, at, table, hits)
+            mark(four, first, requests, at, table, hits)
         if alternatives >= 0:
             top = block_largest(largest(x), counters)
-            total = np.float32(0.0)
-            if top >= LOWEST:
-                total = block_sum(exp_sum(x, top), sums, warps)
+            equal = np.float32(cuda.popc(above(x, top)))
+            total = block_sum(equal if top > HIGHEST else exp_sum(x, top), sums, warps)
             if thread == 0:
                 scratch.partials[(row * blocks + block) * 2] = top
                 scratch.partials[(row * blocks + block) * 2 + 1] = total

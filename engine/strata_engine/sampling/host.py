@@ -29,7 +29,7 @@ def is_plain(draws: Sequence[Draw]) -> bool:
 
 
 def pack(draws: Sequence[Draw], records: NDArray, windows: Int32, bias_place: BiasPlace) -> int:
-    """Write RECORD `records` [>= rows] and the penalty windows, end to end.
+    """Write RECORD `records` [>= rows] and penalty windows (end to end, each filled up to a multiple of 4 with -1).
 
     Records past the draws stand for no row. How many words of `windows` are used. ValueError if a sampled row has no
     seed.
@@ -42,7 +42,8 @@ def pack(draws: Sequence[Draw], records: NDArray, windows: Int32, bias_place: Bi
         _fill(record, draw, used, len(window))
         if draw.params.logit_bias:
             record["bias_ids"], record["bias_values"] = bias_place(draw.params.logit_bias)
-        used = end
+        used = -(-end // 4) * 4
+        windows[end:used] = -1
     records["keep"][len(draws) :] = 0
     return used
 

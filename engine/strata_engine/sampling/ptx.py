@@ -19,9 +19,6 @@ from numba.core import config
 SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 WARP = 1 if SIMULATED else 32
 LOG2_E = 1.4426950408889634
-# ln(2)'s inverse in two float32 parts: the upper one is LOG2_E rounded
-LOG2_E_HIGH = float(np.float32(LOG2_E))
-LOG2_E_LOW = float(np.float32(LOG2_E - LOG2_E_HIGH))
 
 if SIMULATED:
     from numba.cuda.simulator import kernel as _simulator
@@ -71,9 +68,6 @@ if SIMULATED:
     def divide(a, b):
         return np.float32(a) / np.float32(b)
 
-    def exp_of(x):
-        return np.exp(np.float32(x))
-
     def warp_max(key):
         return key
 
@@ -90,9 +84,8 @@ if SIMULATED:
     def load_key(candidates, index, inside):
         return candidates[index] if inside else np.uint64(0)
 
-    def load_ids(windows, start, end, thread, threads):
-        places = range(start + thread, start + thread + 16 * threads, threads)
-        return tuple(windows[at] if at < end else -1 for at in places)
+    def load_four(windows, at, end):
+        return tuple(windows[at : at + 4].tolist()) if at < end else (-1,) * 4
 
     def take_ticket(tickets, index):
         tickets[index] += 1
@@ -149,21 +142,6 @@ else:
     def divide(e: Emitter, a: Any, b: Any) -> Any:
         return e.asm("div.rn.f32 $0, $1, $2;", F32, "=f,f,f", a, b)
 
-    def _exp(e: Emitter, x: Any) -> Any:
-        """exp of x in -87..0 (clamped; NaN counts as -87) to a few units in the last place."""
-        x = e.asm("max.f32 $0, $1, $2;", F32, "=f,f,f", x, e.f32(-87.0))
-        n = e.asm("cvt.rni.f32.f32 $0, $1;", F32, "=f,f", e.mul(x, e.f32(LOG2_E_HIGH)))
-        rest = e.fma(x, e.f32(LOG2_E_HIGH), e.asm("neg.f32 $0, $1;", F32, "=f,f", n))
-        rest = e.fma(x, e.f32(LOG2_E_LOW), rest)
-        power = e.asm("ex2.approx.ftz.f32 $0, $1;", F32, "=f,f", rest)
-        exponent = e.asm("cvt.rni.s32.f32 $0, $1;", I32, "=r,f", n)
-        scale = e.real(e.b.shl(e.b.add(exponent, e.u32(127)), e.u32(23)))
-        return e.mul(power, scale)
-
-    @macro(f32)
-    def exp_of(e: Emitter, x: Any) -> Any:
-        return _exp(e, x)
-
     def _shuffle(e: Emitter, bits: Any, step: int) -> Any:
         return e.asm(f"shfl.sync.bfly.b32 $0, $1, {step}, 31, -1;", I32, "=r,r", bits, effect=True)
 
@@ -207,15 +185,13 @@ else:
         address = e.b.gep(candidates, [e.i64(index)])
         return e.asm(text, I64, "=l,l,r", address, _flag(e, inside), effect=True)
 
-    @macro(types.UniTuple(i32, 16))
-    def load_ids(e: Emitter, windows: Any, start: Any, end: Any, thread: Any, threads: Any) -> Any:
-        """16 ids of windows[start:end], every `threads`-th from the thread's on; -1 past the end."""
-        text = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
-        ids: list[Any] = []
-        for v in range(16):
-            at = e.b.add(start, e.b.add(thread, e.b.mul(threads, e.u32(v))))
-            ids.append(e.asm(text, I32, "=r,l,r,r", e.b.gep(windows, [e.i64(at)]), at, end, effect=True))
-        return ids
+    @macro(types.UniTuple(i32, 4))
+    def load_four(e: Emitter, windows: Any, at: Any, end: Any) -> Any:
+        """Four ids of a penalty window, from index `at`, a multiple of 4; -1 each if that is not below `end`."""
+        moves = " ".join(f"mov.b32 ${i}, -1;" for i in range(4))
+        text = f"{{ .reg .pred p; setp.lt.s32 p, $5, $6; {moves} @p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+        address = e.b.gep(windows, [e.i64(at)])
+        return e.asm(text, [I32] * 4, "=r,=r,=r,=r,l,r,r", address, at, end, effect=True)
 
     @macro(i32)
     def take_ticket(e: Emitter, tickets: Any, index: Any) -> Any:
@@ -230,7 +206,7 @@ def logit_macros(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
     load(logits, base, first, thread, vocab) -> x: the logits at base + first + local index; -inf from `vocab` on
     replace(x, i, value) -> x: with `value` for logit i
     largest(x): the largest; NaN does not count      above(x, bound): bit i is set if logit i >= bound
-    pick(x, i): logit i                              exp_sum(x, top): the sum of exp(x - top); 1 for what equals it
+    pick(x, i): logit i      exp_sum(x, top): the float32 sum of exp(x - top) for a finite top; NaN counts as nothing
     """
     if SIMULATED:
         return _simulated(threads, vectors)
@@ -245,7 +221,7 @@ def _simulated(threads: int, vectors: int) -> SimpleNamespace:
         return tuple(logits[base + token] if token < vocab else np.float32(-np.inf) for token in tokens)
 
     def exp_sum(x, top):
-        return np.float32(sum(1.0 if v == top else exp_of(v - top) for v in x if not np.isnan(v)))
+        return np.float32(sum(np.exp(v - top) for v in x if v > -np.inf))
 
     return SimpleNamespace(
         load=load,
@@ -261,7 +237,7 @@ def _compiled(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
     count = 4 * vectors
     tuple_type = floats(count)
 
-    def tree(e: Emitter, values: list[Any], combine: Any) -> Any:
+    def tree(values: list[Any], combine: Any) -> Any:
         while len(values) > 1:
             values = [
                 combine(*values[i : i + 2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)
@@ -294,12 +270,12 @@ def _compiled(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
 
     @macro(f32)
     def largest(e: Emitter, x: Any) -> Any:
-        return tree(e, [*x, e.f32(-np.inf)], lambda a, b: e.asm("max.f32 $0, $1, $2;", F32, "=f,f,f", a, b))
+        return tree([*x, e.f32(-np.inf)], lambda a, b: e.asm("max.f32 $0, $1, $2;", F32, "=f,f,f", a, b))
 
     @macro(u32)
     def above(e: Emitter, x: Any, bound: Any) -> Any:
         hits = [e.b.select(e.b.fcmp_ordered(">=", v, bound), e.u32(1 << i), e.u32(0)) for i, v in enumerate(x)]
-        return tree(e, hits, e.b.or_)
+        return tree(hits, e.b.or_)
 
     @macro(f32)
     def pick(e: Emitter, x: Any, i: Any) -> Any:
@@ -312,10 +288,11 @@ def _compiled(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
 
     @macro(f32)
     def exp_sum(e: Emitter, x: Any, top: Any) -> Any:
-        terms = []
+        terms, none = [], e.f32(-200.0)  # also for NaN
         for v in x:
             shift = e.asm("sub.rn.f32 $0, $1, $2;", F32, "=f,f,f", v, top)
-            terms.append(e.b.select(e.b.fcmp_ordered("==", v, top), e.f32(1.0), _exp(e, shift)))
-        return tree(e, terms, e.add)
+            shift = e.asm("max.f32 $0, $1, $2;", F32, "=f,f,f", shift, none)
+            terms.append(e.asm("ex2.approx.ftz.f32 $0, $1;", F32, "=f,f", e.mul(shift, e.f32(LOG2_E))))
+        return tree(terms, e.add)
 
     return SimpleNamespace(load=load, replace=replace, exp_sum=exp_sum, largest=largest, above=above, pick=pick)

@@ -33,7 +33,7 @@ RECORD = np.dtype(
         ("keep", "i4"),  # candidates of list 0 to keep, at least: 1..64; 0: no such row
         ("k", "i4"),  # top_k
         ("alternatives", "i4"),  # log-probabilities beside the chosen token's; -1: none at all
-        ("window", "i4"),  # where the penalty window starts in `windows`
+        ("window", "i4"),  # where the penalty window starts in `windows`: a multiple of 4; filled up to one with -1
         ("length", "i4"),  # tokens in the penalty window
         ("biases", "i4"),
         ("lists", "i4"),  # 2 if the raw candidates are wanted and differ from the adjusted ones
