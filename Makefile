@@ -7,9 +7,9 @@ WORKERS ?= 2
 
 .PHONY: setup model demo test lint format bench clean
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed-$(EXTRAS)
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed-$(EXTRAS): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]'

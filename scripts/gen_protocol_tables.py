@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "engine"))
 
-from strata_engine import connection, listener, params, protocol  # noqa: E402
+from strata_engine import cli, connection, listener, params, protocol  # noqa: E402
 
 PROTOCOL = ROOT / "protocol.md"
 TYPES = {"float": "number", "int": "integer", "flag": "`0` or `1`", "ids": "id-list", "bias": "bias-list"}
@@ -61,6 +61,8 @@ def limits() -> str:
         ["line, LF and CR not counted", f"{protocol.LINE_MAX:,} bytes", "`ERR TOO_LONG`, the connection closes"],
         ["number", f"{protocol.NUMBER_MAX} characters", "`ERR BAD_VALUE`"],
         ["id", f"{protocol.ID_DIGITS_MAX} digits", "`ERR BAD_TOKEN`, in a key's value `ERR BAD_VALUE`"],
+        ["max_new", "context - prompt", "`ERR CONTEXT_FULL`"],
+        ["GENs that wait for a slot, of all connections", f"{cli.DEFAULT_QUEUE} (`--queue`)", "`ERR BUSY`"],
         ["lines that wait for their turn", f"{connection.READ_AHEAD_LINES}", "the engine stops reading the connection"],
         ["their bytes", f"{connection.READ_AHEAD_BYTES:,}", "the same"],
         ["unread replies", f"{connection.OUTPUT_HIGH:,} bytes", "the engine stops reading, and begins no further GEN"],

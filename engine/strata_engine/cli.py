@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import resource
@@ -16,7 +15,7 @@ from . import __version__
 from .listener import ListenError, listen
 from .params import DRAFT_MAX
 from .paths import DEFAULT_MODEL, default_model
-from .progress import open_progress, show_cursor
+from .progress import StderrHandler, open_progress, show_cursor
 from .replies import Info
 
 if TYPE_CHECKING:
@@ -27,7 +26,9 @@ log = logging.getLogger("strata_engine")
 
 DEFAULT_SOCKET = "/tmp/strata.sock"
 DEFAULT_CONTEXT = 8192
+DEFAULT_QUEUE = 64
 EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
 
 
 class StartError(Exception):
@@ -35,16 +36,17 @@ class StartError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the engine; the exit status: 0 ended by a signal, 2 could not start."""
+    """Run the engine; the exit status: 0 ended by a signal, 2 could not start, 130 Ctrl-C before it listened."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(
-        stream=sys.stderr, level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(handlers=[StderrHandler()], level=args.log_level.upper(), format=form)
     try:
         loaded = _run(args)
     except (ListenError, StartError) as error:
         print(f"strata-engine: {error}", file=sys.stderr)
         return EXIT_REFUSED
+    except KeyboardInterrupt:  # later ones are the daemon's to handle
+        return EXIT_INTERRUPTED
     if not loaded:
         # A compiler may still run in the loading thread; it has nothing to save and cannot be interrupted.
         show_cursor()
@@ -54,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> bool:
+    import asyncio
+
     from .daemon import serve_until_signal
 
     path = _model_file(args.model)
@@ -66,6 +70,8 @@ def _model_file(given: str | None) -> str:
     path = Path(given) if given else default_model()
     if path.is_file():
         return os.path.abspath(path)
+    if path.is_dir():
+        raise StartError(f"{path} is a directory, not a model file")
     if given:
         raise StartError(f"no model file {path}")
     raise StartError(f"the default model is missing: `make model` puts it at {path}; or name another with --model")
@@ -134,7 +140,8 @@ def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
     def parse(text: str) -> int:
         value = int(text)
         if value < low or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"{value} is not in {low}..{'' if high is None else high}")
+            rule = f"at least {low}" if high is None else f"in {low}..{high}"
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {value}")
         return value
 
     parse.__name__ = "whole number"  # what argparse calls it in its message
@@ -161,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         "--queue",
         metavar="N",
         type=_whole(0),
-        default=64,
+        default=DEFAULT_QUEUE,
         help="requests that may wait for a slot; past it ERR BUSY (default: %(default)s)",
     )
     add(

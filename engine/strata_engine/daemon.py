@@ -160,10 +160,10 @@ async def serve_until_signal(listener: Listener, load: Callable[[], Engine]) -> 
     loop = asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:
-        log.info("%s: ending", number.name)
-        stop.set()
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
+        stop.set()
+        log.info("%s: ending", number.name)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 LENGTHS = (8, 4, 2)  # suffix lengths that are looked up, longest first
-_PRIORS = {8: 0.8, 4: 0.5, 2: 0.2}  # accept rates before anything is known
-_LEARN = 0.08  # weight of one accepted or rejected draft in its accept rate
+_PRIORS = {8: 0.9, 4: 0.65, 2: 0.4}  # accept rates before anything is known, as chats of all kinds have them
+_PRIOR_WEIGHT = 2  # how many drafts a prior counts for: the first few of a request tell more than it does
+_LEARN = 0.08  # least weight of one accepted or rejected draft in its accept rate
 _WORTH = 1.06  # drafts have to promise this much more than none
 
 
@@ -76,23 +77,24 @@ class AcceptRates:
     notices at no cost that its text has begun, or ceased, to repeat.
     """
 
-    __slots__ = ("_rate",)
+    __slots__ = ("_rate", "_seen")
 
     def __init__(self) -> None:
         longest = max(LENGTHS)
+        self._seen = [_PRIOR_WEIGHT] * (longest + 1)
         self._rate = [0.0] * (longest + 1)  # [match length]; only the entries of LENGTHS are used
         for length, rate in _PRIORS.items():
             self._rate[length] = rate
 
     def learn(self, length: int, proposed: Sequence[int], came: Sequence[int]) -> None:
         """`proposed` was the draft after a match of `length`; the tokens that came instead are `came`."""
-        rate = self._rate
+        rate, seen = self._rate, self._seen
         for i, (guess, token) in enumerate(zip(proposed, came, strict=False)):
             known = _CLASS[length + i]
+            seen[known] += 1
+            rate[known] += max(_LEARN, 1.0 / seen[known]) * ((guess == token) - rate[known])
             if guess != token:
-                rate[known] -= _LEARN * rate[known]
                 return
-            rate[known] += _LEARN * (1.0 - rate[known])
 
     def width(self, length: int, most: int, tokens: float, cost: Sequence[float], rows: int) -> tuple[int, float]:
         """How many of `most` drafts to offer and how many of them to expect accepted.

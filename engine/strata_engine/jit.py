@@ -1,12 +1,14 @@
 """numba's `njit` with a disk cache that cannot be stale.
 
 numba looks only at the file of the function that it caches, not at the files of what the function calls. So the cache
-lies in a folder named after the content of all kernel sources: edit one and everything is compiled anew.
+lies in a folder named after the content of all kernel sources: edit one and everything is compiled anew. Where that
+folder cannot be written, nothing is cached: numba would fall back to a folder of its own, where the cache can be stale.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import numba
 import numba.core.config
 
 from .paths import cache_home
+
+log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parent
 _KERNEL_FOLDERS = ("backends/cpu", "sampling", "selection")
@@ -34,7 +38,23 @@ def kernel_cache() -> Path:
     return Path(given) if given else cache_home() / "kernels" / _sources_digest()
 
 
-_config: Any = numba.core.config
-_config.CACHE_DIR = str(kernel_cache())
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
 
-njit: Any = numba.njit
+
+def _compiler() -> Any:
+    """numba.njit, with `cache=True` honoured only where the cache can be kept."""
+    folder = kernel_cache()
+    if _writable(folder):
+        config: Any = numba.core.config
+        config.CACHE_DIR = str(folder)
+        return numba.njit
+    log.warning("%s cannot be written: kernels will be compiled at every start (set XDG_CACHE_HOME)", folder)
+    return lambda **options: numba.njit(**{**options, "cache": False})
+
+
+njit = _compiler()

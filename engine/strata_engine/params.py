@@ -38,8 +38,15 @@ class Key:
 
     @property
     def range_text(self) -> str:
-        """The range as a person reads it, e.g. ``0..1`` or ``>0..1e+06``."""
-        return f"{'>' if self.low_open else ''}{_number(self.low)}..{_number(self.high)}"
+        """The range as a person reads it, e.g. ``0..1`` or ``over 0 and at most 1e+06``."""
+        if self.low_open:
+            return f"over {_number(self.low)} and at most {_number(self.high)}"
+        return f"{_number(self.low)}..{_number(self.high)}"
+
+    @property
+    def rule(self) -> str:
+        """The range behind "must be", e.g. ``in 0..1`` or ``over 0 and at most 1e+06``."""
+        return self.range_text if self.low_open else f"in {self.range_text}"
 
 
 def _number(value: float) -> str:
@@ -62,7 +69,7 @@ KEYS: tuple[Key, ...] = (
     Key("logit_bias", "bias", -1e6, 1e6, (), "id:bias,... added to the raw logits"),
     Key("stop", "ids", 0, math.inf, (), "further end-of-sequence ids"),
     Key("ignore_eos", "flag", 0, 1, False, "1: the model's own end ids do not end the answer"),
-    Key("draft", "int", 0, DRAFT_MAX, None, "most drafted tokens a verify window; absent: the engine's --draft"),
+    Key("draft", "int", 0, DRAFT_MAX, None, "most drafted tokens a window, 0 is off; absent: the engine's --draft"),
 )
 KEY_BY_NAME: dict[str, Key] = {key.name: key for key in KEYS}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -108,8 +109,16 @@ def open_progress(stream: TextIO | None = None) -> Progress:
     return BarProgress(stream) if stream.isatty() else LineProgress(stream)
 
 
-def show_cursor(stream: TextIO | None = None) -> None:
-    """Undo what a bar that was cut off did to the terminal."""
-    stream = stream or sys.stderr
-    if stream.isatty():
-        print("\x1b[?25h", end="", file=stream, flush=True)
+def show_cursor() -> None:
+    """Undo what a bar that was cut off did to the terminal: show the cursor, below the bar."""
+    stream = sys.__stderr__  # the bar has put its own in place of sys.stderr, which would swallow the escape
+    if stream is not None and stream.isatty():
+        print("\x1b[?25h", file=stream, flush=True)
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Logs to sys.stderr as it is at the time, so that lines go above a running bar and not into it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)

@@ -40,7 +40,7 @@ STATS_KEYS: dict[str, str] = {
     "slots": "requests that can be computed at once",
     "running": "requests being computed",
     "waiting": "requests that wait for a slot",
-    "requests": "requests taken since the start",
+    "requests": "requests taken since the start: they got a slot or wait for one",
     "finished": "of them, ended with `stop` or `length`",
     "cancelled": "of them, ended with `cancel`",
     "failed": "of them, ended with ERR",
@@ -122,10 +122,19 @@ def parse_line(line: bytes, limits: Limits) -> Command:
     if word == "GEN":
         return Gen(_parse_gen(rest.rstrip(" "), limits))
     if word not in _BARE:
-        raise ProtocolError("BAD_LINE", f"no request {_clip(word)!r}; there are GEN, {', '.join(_BARE)}")
+        raise ProtocolError("BAD_LINE", _no_request(word))
     if extra := rest.strip(" "):
         raise ProtocolError("BAD_LINE", f"{word} stands alone on its line, got {_clip(extra)!r} behind it")
     return _BARE[word]
+
+
+def _no_request(word: str) -> str:
+    requests = ["GEN", *_BARE]
+    if not word:
+        return "a line must not be empty and must not begin with a space"
+    if word.upper() in requests:
+        return f"no request {word!r}: requests are upper case, {word.upper()}"
+    return f"no request {_clip(word)!r}; there are {', '.join(requests)}"
 
 
 def gen_line(max_new: int, keys: str, prompt: Iterable[int]) -> bytes:
@@ -238,7 +247,7 @@ def _bad_value(key: Key, value: str, expected: str) -> ProtocolError:
 
 def _ranged(key: Key, number: float, text: str) -> None:
     if not key.in_range(number):
-        raise ProtocolError("OUT_OF_RANGE", f"{key.name}={_clip(text)}: must be in {key.range_text}")
+        raise ProtocolError("OUT_OF_RANGE", f"{key.name}={_clip(text)}: must be {key.rule}")
 
 
 def _parse_float(key: Key, value: str, limits: Limits) -> float:

@@ -153,7 +153,7 @@ class Scheduler:
             closing = self._closing
             if not closing:
                 if self._unfinished >= self._queue + self._backend.slots:
-                    raise Busy(f"{self._queue} requests are waiting already")
+                    raise Busy(self._full())
                 self._unfinished += 1
                 self._counters.requests += 1
                 self._waiting.append(ticket)
@@ -161,6 +161,11 @@ class Scheduler:
         if closing:
             ticket.send(Failed("SHUTDOWN", "the engine is shutting down"))
         return ticket
+
+    def _full(self) -> str:
+        if self._queue == 0:
+            return "every slot is taken, and no request may wait (--queue 0)"
+        return f"{self._queue} {'request is' if self._queue == 1 else 'requests are'} waiting already (--queue)"
 
     def stats(self) -> dict[str, int | float]:
         """Counts since the start, and what runs and waits now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import hmac
 import logging
 import time
@@ -12,26 +13,29 @@ from pathlib import Path
 
 from aiohttp import web
 
-from . import handlers
+from . import handlers, tokenizing
 from .config import Config, ConfigError
+from .ending import Ending, shutting_down
 from .engine import Engine
-from .errors import ApiError
-from .handlers import CONFIG, ENGINE, METRICS, STARTED, TEMPLATE
+from .errors import ApiError, reason
+from .handlers import CONFIG, ENDING, ENGINE, METRICS, STARTED, TEMPLATE
 from .metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+OPEN = ("/health", "/metrics")
 CLIENT_LEFT = 499  # nginx' code for it; only metrics see it
 
 
 def create_app(config: Config) -> web.Application:
     """The proxy for one engine. Raises ConfigError if the configured chat template cannot be read."""
     app = web.Application(
-        middlewares=[_measure, _preflight, _errors, _authorise], client_max_size=config.max_body_bytes
+        middlewares=[_measure, _preflight, _errors, _ending, _authorise], client_max_size=config.max_body_bytes
     )
     engine = Engine(config.engine)
     app[CONFIG], app[ENGINE], app[METRICS] = config, engine, Metrics(lambda: engine.up)
+    app[ENDING] = Ending()
     app[TEMPLATE], app[STARTED] = _template(config.chat_template), int(time.time())
     app.cleanup_ctx.append(_watching)
     app.on_response_prepare.append(_add_cors)
@@ -39,6 +43,8 @@ def create_app(config: Config) -> web.Application:
         [
             web.post("/v1/chat/completions", handlers.chat_completions),
             web.post("/v1/completions", handlers.completions),
+            web.post("/tokenize", tokenizing.tokenize),
+            web.post("/detokenize", tokenizing.detokenize),
             web.get("/v1/models", handlers.models),
             web.get("/v1/models/{id}", handlers.model),
             web.get("/health", handlers.health),
@@ -52,7 +58,7 @@ def _template(path: str | None) -> str:
     try:
         return Path(path).read_text(encoding="utf-8") if path else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template {path!r}: {error}") from None
+        raise ConfigError(f"cannot read the chat template (chat_template) {path}: {reason(error)}") from None
 
 
 async def _watching(app: web.Application) -> AsyncIterator[None]:
@@ -121,7 +127,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
     limit = request.app[CONFIG].max_body_bytes
     message, code = {
-        404: (f"No route {request.method} {request.path}.", "not_found"),
+        404: (f"No route {request.method} {request.path}{_similar_route(request)}", "not_found"),
         405: (f"{request.method} is not allowed on {request.path}.", "method_not_allowed"),
         413: (f"The body is over {limit} bytes (max_body_bytes).", "request_too_large"),
     }.get(error.status, (error.reason, "http_error"))
@@ -129,15 +135,29 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
     return ApiError(message, status=error.status, code=code, headers=headers)
 
 
+def _similar_route(request: web.Request) -> str:
+    routes = [resource.canonical for resource in request.app.router.resources()]
+    close = difflib.get_close_matches(request.path[:100], routes, 1, cutoff=0.8)
+    return f"; did you mean {close[0]}?" if close else "."
+
+
 def _error_response(error: ApiError) -> web.Response:
     return web.json_response(error.body(), status=error.status, headers=error.headers)
 
 
 @web.middleware
+async def _ending(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Once the proxy ends, everything but /metrics is a 503, /health too: no balancer sends more."""
+    if request.app[ENDING].begun and request.path != "/metrics":
+        raise shutting_down()
+    return await handler(request)
+
+
+@web.middleware
 async def _authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """With `api_keys` set, /v1 needs one of them; /health and /metrics stay open."""
+    """With `api_keys` set, all but /health and /metrics needs one of them."""
     keys = request.app[CONFIG].api_keys
-    if keys and request.path.startswith("/v1/"):
+    if keys and request.path not in OPEN:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
         if not any(hmac.compare_digest(given, key.encode()) for key in keys):
             headers = {"WWW-Authenticate": "Bearer"}

@@ -12,7 +12,7 @@ from strata_engine.params import KEY_BY_NAME, LOGPROBS_MAX, SEED_MAX
 
 from .errors import ApiError, shown
 from .messages import checked_messages, checked_text
-from .sampling import FIELD_BY_NAME, integer_or_none, number_text, sampling_keys
+from .sampling import FIELD_BY_NAME, FIELDS, integer_or_none, number_text, sampling_keys
 
 STOP_STRINGS_MAX = 16
 Body = Mapping[str, Any]
@@ -22,6 +22,7 @@ COMMON = {"model", "stream", "stream_options", "max_tokens", "stop", "n", "logpr
 ENGINE_ONLY = {"stop_token_ids", "ignore_eos", "draft"}
 CHAT_FIELDS = COMMON | ENGINE_ONLY | {"messages", "max_completion_tokens", "top_logprobs"}
 TEXT_FIELDS = COMMON | ENGINE_ONLY | {"prompt", "best_of"}
+FIELD_OF_KEY = {field.key: field.name for field in FIELDS if field.key != field.name}  # what the engine calls them
 
 # Fields that cannot change the answer.
 HARMLESS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
@@ -89,18 +90,19 @@ def parse_body(data: bytes) -> Body:
 
 def parse_ask(body: Body, chat: bool, defaults: Mapping[str, Any], max_choices: int) -> Ask:
     """Check every field of a chat (or text) completion request. Raises ApiError (400, `param` set)."""
-    _refuse_unknown(body, CHAT_FIELDS if chat else TEXT_FIELDS)
+    _refuse_other_route(body, chat)
+    refuse_unknown(body, CHAT_FIELDS if chat else TEXT_FIELDS)
     n = _integer(body, "n", 1, max_choices, default=1)
     prompts = [checked_messages(body.get("messages"))] if chat else _prompts(body.get("prompt"))
     if len(prompts) * n > max_choices:
         raise ApiError(f"{len(prompts)} prompts with n = {n} are over {max_choices} choices a request.", param="n")
     if not chat and body.get("best_of") not in (None, n):
         raise ApiError(f"best_of is not supported, got {shown(body['best_of'])}; leave it out.", param="best_of")
-    stream = _flag(body, "stream")
+    stream = flag(body, "stream")
     max_field = "max_completion_tokens" if chat and body.get("max_completion_tokens") is not None else "max_tokens"
     logprobs = _chat_logprobs(body) if chat else _integer(body, "logprobs", 0, LOGPROBS_MAX)
     bias = _logit_bias(body.get("logit_bias"))
-    stop_ids = _token_ids(body.get("stop_token_ids") or [], "stop_token_ids")
+    stop_ids = token_ids(body.get("stop_token_ids") or [], "stop_token_ids")
     extra = _extra_keys(body, logprobs, bias, stop_ids)
     return Ask(
         chat=chat,
@@ -112,7 +114,7 @@ def parse_ask(body: Body, chat: bool, defaults: Mapping[str, Any], max_choices: 
         max_tokens_field=max_field,
         stops=_stops(body.get("stop")),
         stop_ids=tuple(stop_ids),
-        ignore_eos=_flag(body, "ignore_eos"),
+        ignore_eos=flag(body, "ignore_eos"),
         logprobs=logprobs,
         bias=bias,
         keys=tuple(f"{keys} {extra}".strip() for keys in _choice_keys(body, defaults, n)),
@@ -131,12 +133,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_unknown(body: Body, known: set[str]) -> None:
+def _refuse_other_route(body: Body, chat: bool) -> None:
+    """Name the route of a field that this one does not have."""
+    here, there = ("/v1/chat/completions", "/v1/completions") if chat else ("/v1/completions", "/v1/chat/completions")
+    for name in body:
+        if name in (TEXT_FIELDS - CHAT_FIELDS if chat else CHAT_FIELDS - TEXT_FIELDS):
+            other = {"prompt": ", which wants messages", "messages": ", which wants prompt"}.get(name, "")
+            message = f"{name} is a field of {there}; this is {here}{other}."
+            raise ApiError(message, param=name, code="unknown_parameter")
+
+
+def refuse_unknown(body: Body, known: set[str]) -> None:
+    """Raise ApiError (400) for a field that is neither known nor harmless."""
     for name, value in body.items():
         if name in known or name in HARMLESS:
             continue
         if name not in UNSUPPORTED:
-            close = difflib.get_close_matches(name[:64], known, 1)
+            own = FIELD_OF_KEY.get(name)
+            close = [own] if own in known else difflib.get_close_matches(name[:64], known, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ApiError(f"Unknown field {shown(name)}{hint}", param=name[:64], code="unknown_parameter")
         if value is not None and not any(type(value) is type(ok) and value == ok for ok in UNSUPPORTED[name]):
@@ -159,7 +173,7 @@ def _extra_keys(body: Body, logprobs: int | None, bias: tuple[tuple[int, float],
         "logprobs": logprobs,
         "logit_bias": ",".join(f"{token}:{number_text(value)}" for token, value in bias) or None,
         "stop": ",".join(map(str, stop_ids)) or None,
-        "ignore_eos": 1 if _flag(body, "ignore_eos") else None,
+        "ignore_eos": 1 if flag(body, "ignore_eos") else None,
         "draft": draft,
     }
     return " ".join(f"{key}={value}" for key, value in parts.items() if value is not None)
@@ -175,11 +189,12 @@ def _integer(body: Body, name: str, low: int, high: int, default: Any = None) ->
     return number
 
 
-def _flag(body: Body, name: str) -> bool:
+def flag(body: Body, name: str, default: bool = False) -> bool:
+    """A field that is true or false; null is the default. Raises ApiError (400)."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise ApiError(f"{name} must be true or false, got {shown(value)}", param=name)
-    return bool(value)
+    return default if value is None else value
 
 
 def _max_tokens(body: Body, field: str) -> int | None:
@@ -206,7 +221,7 @@ def _include_usage(options: Any, stream: bool) -> bool:
 
 def _chat_logprobs(body: Body) -> int | None:
     top = _integer(body, "top_logprobs", 0, LOGPROBS_MAX)
-    if _flag(body, "logprobs"):
+    if flag(body, "logprobs"):
         return top or 0
     if top:
         raise ApiError("top_logprobs needs logprobs: true.", param="top_logprobs")
@@ -235,13 +250,13 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
             raise ApiError(f"logit_bias: {shown(token)} is not a token id.", param="logit_bias")
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not number or not (key.low <= bias <= key.high):
-            message = f"logit_bias: token {token} needs a number in {key.range_text}, got {shown(bias)}"
+            message = f"logit_bias: token {token} needs a number {key.rule}, got {shown(bias)}"
             raise ApiError(message, param="logit_bias")
     return tuple((int(token), bias) for token, bias in value.items() if bias != 0)
 
 
-def _token_ids(value: Any, field: str) -> list[int]:
-    """A list of token ids; whether they are inside the vocabulary is checked once the model is known."""
+def token_ids(value: Any, field: str) -> list[int]:
+    """`value` if it is a list of token ids; `check_ids` holds them to the vocabulary once the model is known."""
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise ApiError(f"{field} must be a list of token ids, got {shown(value)}", param=field)
     return list(dict.fromkeys(value)) if field == "stop_token_ids" else value
@@ -257,4 +272,4 @@ def _prompts(value: Any) -> list[Prompt]:
 
 
 def _prompt(value: Any) -> Prompt:
-    return checked_text(value, "prompt", "prompt") if isinstance(value, str) else _token_ids(value, "prompt")
+    return checked_text(value, "prompt", "prompt") if isinstance(value, str) else token_ids(value, "prompt")

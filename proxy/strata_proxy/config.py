@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from .errors import ApiError, shown
+from .errors import ApiError, reason, shown
 from .sampling import check_defaults
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -99,7 +99,9 @@ def _read(path: Path) -> dict[str, Any]:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {reason(error)}") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if values is None:
         return {}

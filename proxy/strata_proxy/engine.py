@@ -13,7 +13,7 @@ from strata_engine.protocol import LINE_MAX
 from strata_engine.replies import Info, Pong, Ready, Reply, parse_reply
 from strata_engine.request import Failed
 
-from .errors import ApiError, unavailable
+from .errors import ApiError, reason, unavailable
 from .metadata import ModelFileError
 from .vocab import Vocab
 
@@ -65,7 +65,7 @@ class Link:
             self._writer.write(line)
             await self._writer.drain()
         except OSError as error:
-            raise unavailable(f"The engine went away: {error}") from None
+            raise unavailable(f"The engine went away: {reason(error)}") from None
 
     async def read(self) -> Reply:
         """The next reply. Raises ApiError (503) when the engine is gone, (500) when it cannot be understood."""
@@ -75,7 +75,7 @@ class Link:
                 raise unavailable("The engine went away.")
             return parse_reply(line)
         except OSError as error:
-            raise unavailable(f"The engine went away: {error}") from None
+            raise unavailable(f"The engine went away: {reason(error)}") from None
         except ValueError as error:  # ReplyError, or a line past the limit
             raise ApiError(f"The engine cannot be understood: {error}", status=500, code="engine_error") from None
 
@@ -107,7 +107,7 @@ async def _open(path: str) -> Link:
         if isinstance(error, TimeoutError):
             raise unavailable(f"The engine at {path} does not answer.") from None
         if isinstance(error, OSError):
-            raise unavailable(f"The engine cannot be reached at {path}: {error.strerror or error}") from None
+            raise unavailable(f"The engine cannot be reached at {path}: {reason(error)}") from None
         raise
 
 
@@ -142,10 +142,10 @@ class Engine:
                     log.info("engine up: %s, context %d", link.info.model, link.info.context)
                     await self._ping(link)
             except ApiError as error:
-                self._down(error.message)
+                self._down(error)
             except Exception as error:  # the watcher must outlive whatever happens
                 log.exception("engine watcher")
-                self._down(f"The proxy's engine watcher failed: {error}")
+                self._down(unavailable(f"The proxy's engine watcher failed: {error}"))
             await asyncio.sleep(RETRY_S)
 
     @asynccontextmanager
@@ -170,10 +170,13 @@ class Engine:
             except TimeoutError:
                 pass
 
-    def _down(self, problem: str) -> None:
-        if self.up or problem != self.problem:
-            log.warning("engine down: %s", problem)
-        self.served, self.problem = None, problem
+    def _down(self, error: ApiError) -> None:
+        """Say so once: a loss and what waiting will not mend are warnings, an engine that is yet to come is not."""
+        if self.up or (error.message != self.problem and error.code != "engine_unavailable"):
+            log.warning("engine down: %s", error.message)
+        elif error.message != self.problem:
+            log.info("waiting for the engine: %s", error.message)
+        self.served, self.problem = None, error.message
 
     async def _vocab(self, model: str) -> Vocab:
         """The vocabulary of the file, read again only if the file changed. Raises ApiError (503)."""
@@ -184,5 +187,8 @@ class Engine:
                 if self._vocabs is None or self._vocabs[0] != key:
                     self._vocabs = (key, await asyncio.to_thread(Vocab.load, Path(model)))
                 return self._vocabs[1]
-            except (OSError, ModelFileError) as error:
+            except OSError as error:
+                message = f"cannot read the model file {model}: {reason(error)}"
+                raise ApiError(message, status=503, code="model_unusable") from None
+            except ModelFileError as error:
                 raise ApiError(str(error), status=503, code="model_unusable") from None

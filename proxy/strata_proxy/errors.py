@@ -43,6 +43,13 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
+def reason(error: Exception) -> str:
+    """Why a file could not be read, without the file's name."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+
+
 def unavailable(message: str) -> ApiError:
     """503: the engine cannot be reached or cannot serve; the client may come back."""
     return ApiError(message, status=503, code="engine_unavailable", headers={"Retry-After": "2"})

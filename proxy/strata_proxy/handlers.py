@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from .body import Ask, Body, parse_ask, parse_body
 from .config import Config
+from .ending import Ending
 from .engine import Engine
 from .errors import ApiError, shown, unavailable
 from .generation import Delta, Generation, Together
@@ -25,6 +26,7 @@ from .plan import plan_jobs
 CONFIG = web.AppKey("config", Config)
 ENGINE = web.AppKey("engine", Engine)
 METRICS = web.AppKey("metrics", Metrics)
+ENDING = web.AppKey("ending", Ending)
 TEMPLATE = web.AppKey("template", str)  # the configuration's chat template; empty: the model's own
 STARTED = web.AppKey("started", int)
 
@@ -83,21 +85,41 @@ def _no_model(wanted: object, served: str) -> ApiError:
 
 
 async def _answer(request: web.Request, chat: bool) -> web.StreamResponse:
-    config, begun = request.app[CONFIG], time.monotonic()
-    body = parse_body(await _json_bytes(request))
-    ask = parse_ask(body, chat, config.sampling, config.max_choices)
+    events: EventStream | None = None
+    try:
+        async with request.app[ENDING].answering():
+            body = parse_body(await json_bytes(request))
+            ask = parse_ask(body, chat, request.app[CONFIG].sampling, request.app[CONFIG].max_choices)
+            if ask.stream:
+                events = EventStream(request, request.app[CONFIG].keepalive_s, ask.include_usage)
+            return await _generate(request, ask, body, events)
+    except ApiError as error:
+        if events is None or not events.begun:
+            raise  # nothing was sent yet: the status can still say it
+        await events.send(error.body())
+        return events.response
+
+
+async def _generate(request: web.Request, ask: Ask, body: Body, events: EventStream | None) -> web.StreamResponse:
+    begun = time.monotonic()
     async with _generations(request, ask, body) as (shape, generations):
         try:
-            if ask.stream:
-                return await _stream(request, ask, shape, generations)
-            return await _whole(request, shape, generations)
+            if events is not None:
+                return await _stream(events, ask, shape, generations)
+            return await _whole(shape, generations)
         finally:
             request.app[METRICS].count(request.path, begun, generations)
 
 
-async def _json_bytes(request: web.Request) -> bytes:
-    kind = request.content_type
-    if kind != "application/json" and not kind.endswith("+json"):
+async def json_bytes(request: web.Request) -> bytes:
+    """The body, if its type lets it be JSON. Raises ApiError (415).
+
+    No type, and the one that curl -d sends, will do too; but not from a web page, which could send them to this
+    machine's proxy from any site without the browser asking first.
+    """
+    kind = request.content_type if "Content-Type" in request.headers else "nothing"
+    from_a_program = "Origin" not in request.headers and kind in ("nothing", "application/x-www-form-urlencoded")
+    if kind != "application/json" and not kind.endswith("+json") and not from_a_program:
         message = f"The body must be JSON: send the header Content-Type: application/json (got {kind})."
         raise ApiError(message, status=415, code="unsupported_media_type")
     return await request.read()
@@ -130,7 +152,7 @@ def _checked_model(config: Config, body: Body, served: str) -> str:
     return served
 
 
-async def _whole(request: web.Request, shape: Shape, generations: Sequence[Generation]) -> web.Response:
+async def _whole(shape: Shape, generations: Sequence[Generation]) -> web.Response:
     answers: list[list[Delta]] = [[] for _ in generations]
     async with Together(generations) as together:
         running = len(generations)
@@ -143,18 +165,9 @@ async def _whole(request: web.Request, shape: Shape, generations: Sequence[Gener
     return web.json_response(shape.whole(generations, answers))
 
 
-async def _stream(
-    request: web.Request, ask: Ask, shape: Shape, generations: Sequence[Generation]
-) -> web.StreamResponse:
-    events = EventStream(request, request.app[CONFIG].keepalive_s, ask.include_usage)
+async def _stream(events: EventStream, ask: Ask, shape: Shape, generations: Sequence[Generation]) -> web.StreamResponse:
     async with Together(generations) as together:
-        try:
-            await _stream_choices(events, together, shape, generations)
-        except ApiError as error:
-            if not events.begun:
-                raise  # nothing was sent yet: the status can still say it
-            await events.send(error.body())
-            return events.response
+        await _stream_choices(events, together, shape, generations)
     if ask.include_usage:
         await events.send(shape.usage(generations))
     await events.send_text("data: [DONE]\n\n")

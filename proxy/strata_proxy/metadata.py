@@ -11,6 +11,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from .errors import reason
+
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # type id -> code
 STRING, ARRAY = 8, 9
 
@@ -25,8 +27,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Walker(data).metadata()
     except (OSError, ValueError, struct.error, KeyError, RecursionError, MemoryError) as error:
-        reason = f"{type(error).__name__}: {error}" if not isinstance(error, ModelFileError | OSError) else str(error)
-        raise ModelFileError(f"cannot read the model file {path}: {reason}") from None
+        why = reason(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        raise ModelFileError(f"cannot read the model file {path}: {why}") from None
 
 
 class _Walker:

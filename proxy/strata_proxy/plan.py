@@ -31,8 +31,8 @@ def plan_jobs(ask: Ask, info: Info, vocab: Vocab, template: str | None) -> list[
 
     Raises ApiError (400) for a prompt over the context and for ids outside the vocabulary.
     """
-    _check_ids(ask, [token for token, _ in ask.bias], "logit_bias", info.vocab)
-    _check_ids(ask, ask.stop_ids, "stop_token_ids", info.vocab)
+    check_ids([token for token, _ in ask.bias], "logit_bias", info.vocab)
+    check_ids(ask.stop_ids, "stop_token_ids", info.vocab)
     ends = frozenset(ask.stop_ids) | frozenset(() if ask.ignore_eos else info.eos)
     jobs: list[Job] = []
     for prompt in ask.prompts:
@@ -45,20 +45,25 @@ def plan_jobs(ask: Ask, info: Info, vocab: Vocab, template: str | None) -> list[
 def _ids(ask: Ask, prompt: Prompt | list[dict[str, str]], info: Info, vocab: Vocab, template: str | None) -> list[int]:
     if ask.chat:
         messages: list[dict[str, str]] = prompt  # type: ignore[assignment]
-        bos, eos = vocab.text_of(vocab.bos), vocab.text_of(vocab.eos)
-        text = render_chat(template or vocab.chat_template, messages, bos, eos)
-        ids = vocab.encode_prompt(text)
+        ids = vocab.encode_prompt(chat_text(messages, vocab, template))
     elif isinstance(prompt, str):
         ids = vocab.encode_prompt(prompt)
     else:
         ids = prompt  # type: ignore[assignment]
-        _check_ids(ask, ids, "prompt", info.vocab)
+        check_ids(ids, "prompt", info.vocab)
     if not ids:
         raise ApiError("The prompt is empty; it needs at least one token.", param=ask.prompt_field)
     return ids
 
 
-def _check_ids(ask: Ask, ids: Sequence[int], param: str, vocab: int) -> None:
+def chat_text(messages: list[dict[str, str]], vocab: Vocab, template: str | None) -> str:
+    """The prompt text of `messages`; `template` stands in for the model's own. Raises ApiError (400)."""
+    bos, eos = vocab.text_of(vocab.bos), vocab.text_of(vocab.eos)
+    return render_chat(template or vocab.chat_template, messages, bos, eos)
+
+
+def check_ids(ids: Sequence[int], param: str, vocab: int) -> None:
+    """Raise ApiError (400) for an id outside the vocabulary."""
     outside = next((token for token in ids if token >= vocab), None)
     if outside is not None:
         raise ApiError(f"{param}: token id {outside} is outside the vocabulary 0..{vocab - 1}", param=param)

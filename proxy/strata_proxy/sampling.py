@@ -76,6 +76,8 @@ def check_defaults(defaults: Mapping[str, Any]) -> None:
         number = checked_number(FIELD_BY_NAME[name], value)
         if name == "top_k" and not (1 <= number <= TOP_K_MAX):
             raise ApiError(f"top_k must be an integer in 1..{TOP_K_MAX}, got {shown(value)}", param="top_k")
+        if name == "seed" and number < 0:
+            raise ApiError(f"seed must be an integer in 0..2^64-1, got {shown(value)}", param="seed")
 
 
 def _values(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Number | None]:
@@ -128,7 +130,7 @@ def _wanted(field: Field) -> str:
         return f"an integer (1..{TOP_K_MAX}, any other: as if absent)"
     if field.name == "seed":
         return "an integer in 0..2^64-1 (negative: none)"
-    return f"{'an integer' if field.integer else 'a number'} in {field.engine_key.range_text}"
+    return f"{'an integer' if field.integer else 'a number'} {field.engine_key.rule}"
 
 
 def number_text(value: Number) -> str:

@@ -1,6 +1,8 @@
 """strata-engine as a process: options, exit codes, signals, second starts."""
 
+import contextlib
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -82,6 +84,7 @@ def test_version(run):
     "option, value",
     [
         ("--slots", "0"),
+        ("--threads", "0"),
         ("--slots", "x"),
         ("--draft", "8"),
         ("--max-context", "-1"),
@@ -105,6 +108,56 @@ def test_the_missing_default_model_says_how_to_get_it(run, tmp_path):
 def test_a_missing_model_is_named(run, tmp_path):
     done = run("--socket", str(tmp_path / "s"), "--model", "/nowhere/x.gguf")
     assert (done.returncode, done.stderr) == (2, "strata-engine: no model file /nowhere/x.gguf\n")
+
+
+def test_a_whole_number_that_is_too_small_is_told_the_least(run):
+    assert "argument --threads: must be at least 1, got 0" in run("--threads", "0").stderr
+
+
+def test_a_folder_is_no_model(run, tmp_path):
+    done = run("--socket", str(tmp_path / "s"), "--model", str(tmp_path))
+    assert (done.returncode, done.stderr) == (2, f"strata-engine: {tmp_path} is a directory, not a model file\n")
+
+
+def test_ctrl_c_before_it_listens_is_quiet(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    assert cli.main([]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_under_a_bar_leaves_a_good_terminal(environment, socket_path, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"")
+    arguments = command("--slow-load", "--socket", socket_path, "--model", str(tmp_path / "m.gguf"), script=str(FAKE))
+    terminal, side = pty.openpty()
+    process = subprocess.Popen(arguments, env={**environment, "TERM": "xterm"}, stdout=side, stderr=side)
+    os.close(side)
+    try:
+        shown = until_shown(terminal, b"compiling kernels")
+        process.send_signal(signal.SIGINT)
+        shown += until_shown(terminal, None)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    ending = next(line for line in shown.split(b"\r\n") if b"SIGINT: ending" in line)
+    assert b"compiling" not in ending.replace(b"\r\x1b[2K", b"\n").split(b"\n")[-1]
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l") and shown.endswith(b"\r\n")
+
+
+def until_shown(terminal: int, words: bytes | None) -> bytes:
+    """What the terminal got up to `words`, or to its end, which Linux reports as an error."""
+    shown = b""
+    with contextlib.suppress(OSError):
+        while words is None or words not in shown:
+            part = os.read(terminal, 4096)
+            if not part:
+                break
+            shown += part
+    return shown
 
 
 def test_a_second_start_is_refused_at_once(spawn, run, socket_path):

@@ -182,7 +182,7 @@ def test_console(engine_socket, console):
     matcher = Matcher(iter(done.stdout.splitlines()))
     for line in console[1:]:
         mark, _, text = line.partition(" ")
-        matcher.expect(*((mark, text) if mark in ("<?", "<*") else ("<", line)))
+        matcher.expect(mark, text)
     assert matcher.nothing_left()
 
 

@@ -308,3 +308,17 @@ def test_no_gpu_stack_is_needed():
 def test_every_key_is_tested():
     assert {key.kind for key in KEYS} == {"float", "int", "flag", "ids", "bias"}
     assert set(KEY_BY_NAME) == {key.name for key in KEYS}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("  PING", "must not begin with a space"),
+        ("", "must not be empty"),
+        ("gen 5 1", "requests are upper case, GEN"),
+        ("Stop", "requests are upper case, STOP"),
+        ("GEN 5 penalty_repeat=0 1", "penalty_repeat=0: must be over 0 and at most 1e+06"),
+    ],
+)
+def test_a_refusal_says_how_to_write_it(line, words):
+    assert words in refusal(line).text

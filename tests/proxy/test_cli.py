@@ -41,11 +41,34 @@ def test_an_address_in_use_is_said_in_one_line(tmp_path, capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["--port", str(port), "--engine", str(tmp_path / "none.sock")]) == 1
-    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+        assert main(["--port", str(port), "--engine", str(tmp_path / "none.sock")]) == 2
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1] == (
+        f"strata-proxy: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port or --host"
+    )
 
 
 def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0 and re.fullmatch(r"strata-proxy \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_ctrl_c_before_it_serves_is_quiet():
+    """Importing takes a moment; here it is interrupted at its heaviest part."""
+    script = """
+import builtins, sys
+from strata_proxy import cli
+
+real = builtins.__import__
+
+def stop(name, *rest):
+    if name == "aiohttp":
+        raise KeyboardInterrupt
+    return real(name, *rest)
+
+builtins.__import__ = stop
+sys.exit(cli.main([]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (130, "")

@@ -73,8 +73,21 @@ def test_cli_refuses_a_bad_file_in_one_line(tmp_path, capsys):
 
 
 def test_cli_refuses_a_missing_file(tmp_path, capsys):
-    assert main(["--config", str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml" in capsys.readouterr().err
+    file = tmp_path / "none.yaml"
+    assert main(["--config", str(file)]) == 2
+    said = f"strata-proxy: cannot read the configuration {file}: no such file or directory\n"
+    assert capsys.readouterr().err == said
+
+
+def test_cli_refuses_a_folder(tmp_path, capsys):
+    assert main(["--config", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"strata-proxy: cannot read the configuration {tmp_path}: is a directory\n"
+
+
+def test_cli_refuses_a_missing_chat_template(tmp_path, capsys):
+    assert main(["--config", str(written(tmp_path, "chat_template: none.jinja"))]) == 2
+    said = "cannot read the chat template (chat_template) none.jinja: no such file or directory\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_there_are_example_configs():

@@ -151,6 +151,8 @@ def test_every_sampling_key_of_the_engine_has_a_field():
         ({"repetition_penalty": 0}, ["repetition_penalty", "0"]),
         ({"penalty_last_n": 5000}, ["penalty_last_n", "5000"]),
         ({"seed": 1.5}, ["seed", "1.5"]),
+        ({"seed": -1}, ["seed", "-1", "0..2^64-1"]),
+        ({"seed": 2**64}, ["seed", "18446744073709551616", "0..2^64-1"]),
     ],
 )
 def test_defaults_that_cannot_be_honoured_are_refused(defaults, words):

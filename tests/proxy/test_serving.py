@@ -76,11 +76,55 @@ async def test_body_over_the_limit(proxy):
     assert_error(await response.json(), "request_too_large")
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/octet-stream"])
+FORM = "application/x-www-form-urlencoded"  # what curl -d sends, and a web page may send anywhere
+
+
+async def post_as(client, kind, headers):
+    headers = headers if kind is None else {**headers, "Content-Type": kind}
+    skip = ["Content-Type"] if kind is None else []
+    return await client.post(TEXT, data=b'{"prompt": "a"}', headers=headers, skip_auto_headers=skip)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/octet-stream", "multipart/form-data"])
 async def test_wrong_content_type(client, kind):
-    response = await client.post(TEXT, data=b'{"prompt": "a"}', headers={"Content-Type": kind})
+    response = await post_as(client, kind, {})
     assert response.status == 415
     assert_error(await response.json(), "unsupported_media_type")
+
+
+@pytest.mark.parametrize("kind", [None, FORM])
+async def test_json_without_its_type_is_taken_from_programs(client, kind):
+    assert (await post_as(client, kind, {})).status == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null"])
+@pytest.mark.parametrize("kind", [None, FORM])
+async def test_json_without_its_type_is_not_taken_from_web_pages(client, engine, kind, origin):
+    assert (await post_as(client, kind, {"Origin": origin})).status == 415
+    assert not engine.gens
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [(f"{CHAT}/", CHAT), ("/chat/completions", CHAT), ("/v1/completion", TEXT), ("/v1/tokenize", "/tokenize")],
+)
+async def test_a_route_that_is_nearly_right_is_named(client, path, meant):
+    error = (await (await client.post(path, json={})).json())["error"]
+    assert error["message"].endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (CHAT, {"prompt": "a"}, "prompt is a field of /v1/completions; this is /v1/chat/completions, which wants mess"),
+        (TEXT, {"messages": USER}, "messages is a field of /v1/chat/completions; this is /v1/completions, which wants"),
+        (TEXT, {"prompt": "a", "penalty_repeat": 1.1}, "did you mean repetition_penalty?"),
+        (CHAT, {"messages": USER, "penalty_freq": 1}, "did you mean frequency_penalty?"),
+        (TEXT, {"prompt": "a", "repetition_penalty": 0}, "must be a number over 0 and at most 1e+06, got 0"),
+    ],
+)
+async def test_a_wrong_field_is_told_the_right_one(client, path, body, words):
+    assert words in (await (await client.post(path, json=body)).json())["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +160,19 @@ async def test_engine_gone_in_the_middle_of_a_stream(client, engine, tools):
     events = await tools.events_of(await client.post(CHAT, json={"messages": USER, "stream": True}))
     assert_error(events[-1], "engine_unavailable")
     assert "[DONE]" not in events
+
+
+async def test_an_engine_that_is_yet_to_come_is_no_warning(proxy, engine, caplog, tools):
+    caplog.set_level("INFO", "strata_proxy")
+    await engine.stop()
+    await proxy()
+    await tools.until(lambda: "waiting for the engine: " in caplog.text)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+    await engine.start()
+    await tools.until(lambda: "engine up" in caplog.text)
+    await engine.stop()
+    await tools.until(lambda: "WARNING" in caplog.text)
+    assert caplog.text.count("engine down: The engine went away") == 1
 
 
 async def test_engine_absent_then_back(proxy, engine, tools):
@@ -171,7 +228,8 @@ async def test_a_model_file_that_cannot_be_read(proxy, engine, tmp_path):
     response = await client.post(TEXT, json={"prompt": "a"})
     assert response.status == 503
     assert_error(await response.json(), "model_unusable")
-    assert "gone.gguf" in (await (await client.get("/health")).json())["error"]["message"]
+    message = (await (await client.get("/health")).json())["error"]["message"]
+    assert message == f"cannot read the model file {tmp_path / 'gone.gguf'}: no such file or directory"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -238,6 +296,7 @@ async def test_metrics(client):
     assert 'strata_tokens_total{kind="generated"} 6.0' in text
     assert 'strata_tokens_total{kind="prompt"} 3.0' in text
     assert "strata_engine_up 1.0" in text
+    assert "_created" not in text
     assert 'strata_first_token_seconds_count{route="/v1/completions"} 1.0' in text
 
 

@@ -124,7 +124,7 @@ def test_no_rows_no_choices():
 
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"\[1, 4\]"):
-        CpuSampler(4).choose(np.zeros((1, 5), np.float32), [Draw(GenParams(), 0, np.empty(0, np.int32))])
+        CpuSampler(4).choose(np.zeros((1, 3), np.float32), [Draw(GenParams(), 0, np.empty(0, np.int32))])
 
 
 def test_logits_with_gaps_are_refused():

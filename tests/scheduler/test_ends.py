@@ -169,6 +169,17 @@ def test_busy_once_the_queue_is_full(start):
     assert ask(scheduler, request(TWICE, 3)).done()
 
 
+@pytest.mark.parametrize(
+    ("queue", "words"), [(0, "no request may wait"), (1, "1 request is waiting"), (2, "2 requests are")]
+)
+def test_a_full_queue_is_said_in_good_english(start, queue, words):
+    scheduler = start(counting(slots=1), queue=queue, run=False)
+    for _ in range(1 + queue):
+        ask(scheduler, request(TWICE, 3))
+    with pytest.raises(Busy, match=words):
+        ask(scheduler, request(TWICE, 3))
+
+
 def test_requests_start_in_the_order_of_their_coming(start):
     order: list[int] = []
     scheduler = start(counting(slots=1), run=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +13,28 @@ import numpy as np
 
 from ..rows import Float32
 from .geometry import Geometry, RopeScaling, rope_table
-from .repack import Matrix, repack
+from .header import HeaderError, check_header, list_size
+from .repack import Matrix, readable, repack
 
 ARCHITECTURES = ("llama",)
 _LAYER_VECTORS = ("attn_norm", "ffn_norm")
+_OPTIONAL = ("output.weight", "rope_freqs.weight")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_LARGEST = 2**31  # metadata numbers stay below
 
 
 class ModelError(Exception):
     """The file cannot be served; the message is one line that names the file and the reason."""
+
+
+class _Reader(gguf.GGUFReader):
+    """The library's reader, with lists left unread: it makes several objects of each of a vocabulary's entries (a
+    second and 60 MB for 49,152 tokens), and the engine needs none of them."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        return list_size(self.data, orig_offs), [], [], [gguf.GGUFValueType.ARRAY]
 
 
 @dataclass(slots=True)
@@ -86,26 +101,31 @@ def load_model(path: str | os.PathLike[str]) -> Model:
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         geometry = _geometry(reader, tensors)
         _check_tensors(geometry, tensors)
-        ends = (_value(reader, f"tokenizer.ggml.{key}", None) for key in _END_KEYS)
-        eos = frozenset(int(end) for end in ends if end is not None and 0 <= int(end) < geometry.vocab)
-        bos = _value(reader, "tokenizer.ggml.bos_token_id", None)
+        ends = [_token(reader, key, geometry.vocab) for key in _END_KEYS]
+        bos = _token(reader, "bos_token_id", geometry.vocab)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    return Model(path, geometry, None if bos is None else int(bos), eos, tensors)
+    return Model(path, geometry, bos, frozenset(end for end in ends if end is not None), tensors)
 
 
 def _open(path: str) -> gguf.GGUFReader:
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise ModelError("is a directory" if os.path.isdir(path) else "is not a file")
     try:
         with open(path, "rb") as file:
             if file.read(4) != b"GGUF":
                 raise ModelError("not a GGUF file (its first four bytes are not 'GGUF')")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                check_header(data)
     except OSError as error:
         raise ModelError(error.strerror or str(error)) from None
+    except HeaderError as error:
+        raise ModelError(f"truncated or damaged GGUF file: {error}") from None
     try:
-        return gguf.GGUFReader(path)
+        return _Reader(path)
     except Exception as error:  # the reader trusts its input, so damage surfaces as whatever happens to break first
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"truncated or damaged GGUF file ({reason})") from None
+        raise ModelError(f"truncated or damaged GGUF file: {reason}") from None
 
 
 def _value(reader: gguf.GGUFReader, key: str, default: Any = ...) -> Any:
@@ -115,88 +135,102 @@ def _value(reader: gguf.GGUFReader, key: str, default: Any = ...) -> Any:
         if default is ...:
             raise ModelError(f"metadata key '{key}' is missing")
         return default
+    if entry.types[0] == gguf.GGUFValueType.ARRAY:
+        raise ModelError(f"metadata key '{key}' is a list, which is not supported")
     try:
         return entry.contents()
     except Exception as error:
         raise ModelError(f"metadata key '{key}' does not decode ({error})") from None
 
 
+def _token(reader: gguf.GGUFReader, key: str, vocab: int) -> int | None:
+    """A token id of the metadata; None where it is missing or not one of the model's."""
+    value = _value(reader, f"tokenizer.ggml.{key}", None)
+    return value if isinstance(value, int) and 0 <= value < vocab else None
+
+
 def _geometry(reader: gguf.GGUFReader, tensors: dict[str, gguf.ReaderTensor]) -> Geometry:
     arch = _value(reader, "general.architecture")
     if arch not in ARCHITECTURES:
-        raise ModelError(f"architecture '{arch}' is not supported (only {', '.join(ARCHITECTURES)})")
+        raise ModelError(f"architecture {arch!r:.60} is not supported (only {', '.join(ARCHITECTURES)})")
     if "token_embd.weight" not in tensors:
         raise ModelError("tensor 'token_embd.weight' is missing")
 
-    def number(key: str, default: Any = ..., low: float = 1) -> Any:
+    def number(key: str, default: Any = ..., low: float = 1) -> float:
         value = _value(reader, f"{arch}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < 2**31:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < _LARGEST:
             raise ModelError(f"metadata key '{arch}.{key}' has the value {value!r:.60}")
         return value
 
-    width, heads = number("embedding_length"), number("attention.head_count")
-    head_dim = number("attention.key_length", width // heads)
-    if number("attention.value_length", head_dim) != head_dim:
+    def whole(key: str, default: Any = ..., low: int = 1) -> int:
+        value = number(key, default, low)
+        if not isinstance(value, int):
+            raise ModelError(f"metadata key '{arch}.{key}' has the value {value!r}, which is not a whole number")
+        return value
+
+    width, heads = whole("embedding_length"), whole("attention.head_count")
+    head_dim = whole("attention.key_length", width // heads)
+    if whole("attention.value_length", head_dim) != head_dim:
         raise ModelError("attention.key_length and attention.value_length differ, which is not supported")
-    kv_heads = number("attention.head_count_kv", heads)
-    rope_dims = number("rope.dimension_count", head_dim)
+    kv_heads = whole("attention.head_count_kv", heads)
+    rope_dims = whole("rope.dimension_count", head_dim)
     if heads % kv_heads or rope_dims % 2 or rope_dims > head_dim:
         raise ModelError(f"heads {heads}, kv heads {kv_heads}, rope dimensions {rope_dims} do not fit together")
     return Geometry(
         arch=arch,
         vocab=int(tensors["token_embd.weight"].shape[-1]),
-        layers=number("block_count"),
+        layers=whole("block_count"),
         width=width,
-        ff=number("feed_forward_length"),
+        ff=whole("feed_forward_length"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        context_length=number("context_length"),
+        context_length=whole("context_length"),
         rms_eps=float(number("attention.layer_norm_rms_epsilon", low=0)),
-        rope_base=float(number("rope.freq_base", 10000.0)),
+        rope_base=float(number("rope.freq_base", 10000.0, low=2)),
         rope_dims=rope_dims,
-        rope_scaling=_rope_scaling(reader, arch, number),
+        rope_scaling=_rope_scaling(reader, arch, number, whole),
     )
 
 
-def _rope_scaling(reader: gguf.GGUFReader, arch: str, number: Any) -> RopeScaling:
+def _rope_scaling(reader: gguf.GGUFReader, arch: str, number: Any, whole: Any) -> RopeScaling:
     kind = _value(reader, f"{arch}.rope.scaling.type", None)
     factor = float(number("rope.scaling.factor", number("rope.scale_linear", 1.0, low=1e-6), low=0))
     if kind is None:
         kind = "linear" if factor not in (0.0, 1.0) else "none"
     if kind not in ("none", "linear", "yarn"):
-        raise ModelError(f"rope scaling '{kind}' is not supported (only none, linear, yarn)")
+        raise ModelError(f"rope scaling {kind!r:.60} is not supported (only none, linear, yarn)")
     return RopeScaling(
         kind,
         factor or 1.0,
         float(number("rope.scaling.attn_factor", 1.0, low=0)),
-        number("rope.scaling.original_context_length", 0, low=0),
+        whole("rope.scaling.original_context_length", 0, low=0),
     )
 
 
 def _check_tensors(geometry: Geometry, tensors: dict[str, gguf.ReaderTensor]) -> None:
-    expected = _expected_shapes(geometry)
-    for name, shape in expected.items():
+    extra = set(tensors)
+    for name, shape in _expected_shapes(geometry):
         tensor = tensors.get(name)
         if tensor is None:
-            if name in ("output.weight", "rope_freqs.weight"):
+            if name in _OPTIONAL:
                 continue
             raise ModelError(f"tensor '{name}' is missing")
+        extra.discard(name)
         if tuple(int(n) for n in tensor.shape) != shape:
             raise ModelError(f"tensor '{name}' has shape {[int(n) for n in tensor.shape]}, expected {list(shape)}")
-    extra = sorted(set(tensors) - set(expected))
+        if not readable(tensor.tensor_type):
+            raise ModelError(f"tensor '{name}' has the type {tensor.tensor_type.name}, which holds no weights")
     if extra:
-        raise ModelError(f"tensor '{extra[0]}' is not part of a plain llama model; leaving it out would change answers")
+        raise ModelError(f"tensor {min(extra)!r} is not part of a plain llama model; leaving it out changes answers")
 
 
-def _expected_shapes(g: Geometry) -> dict[str, tuple[int, ...]]:
-    """GGUF shapes (columns first) of every tensor that the forward uses."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (g.width, g.vocab),
-        "output.weight": (g.width, g.vocab),
-        "output_norm.weight": (g.width,),
-        "rope_freqs.weight": (g.rope_dims // 2,),
-    }
+def _expected_shapes(g: Geometry) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and GGUF shape (columns first) of every tensor that the forward uses."""
+    yield "token_embd.weight", (g.width, g.vocab)
+    yield "output.weight", (g.width, g.vocab)
+    yield "output_norm.weight", (g.width,)
+    yield "rope_freqs.weight", (g.rope_dims // 2,)
     matrices = {
         "attn_q": (g.width, g.q_width),
         "attn_k": (g.width, g.kv_width),
@@ -208,7 +242,6 @@ def _expected_shapes(g: Geometry) -> dict[str, tuple[int, ...]]:
     }
     for layer in range(g.layers):
         for name, shape in matrices.items():
-            shapes[f"blk.{layer}.{name}.weight"] = shape
+            yield f"blk.{layer}.{name}.weight", shape
         for name in _LAYER_VECTORS:
-            shapes[f"blk.{layer}.{name}.weight"] = (g.width,)
-    return shapes
+            yield f"blk.{layer}.{name}.weight", (g.width,)

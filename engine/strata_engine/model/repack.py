@@ -64,6 +64,15 @@ class Matrix:
         return blocks.reshape(self.rows, self.cols)
 
 
+def readable(kind: Type) -> bool:
+    """True if weights of this type can be had; I8 and its kin hold other things."""
+    try:
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def repack(name: str, kind: Type, data: NDArray, cols: int) -> Matrix:
     """The matrix of a GGUF tensor whose raw data is `data` [rows, ...]; types that are not affine become f16."""
     rows = data.shape[0]

@@ -291,7 +291,7 @@ def log_probabilities(row, token, count, lanes, out_ids, out_logprobs):
 def choose_rows(
     logits, reals, ints, words, history, bias_ids, bias_values, counts, lanes, tokens, kept, logprobs, alternatives
 ):
-    """The choice for each row of `logits` [m, vocab] float32, which are as before when it returns.
+    """The choice for each row of `logits` [m, >= vocab] float32, which are as before when it returns.
 
     reals [m, 6] float64, ints [m, 5] int64, words [m, 2] uint64: see `_real_row`, `_int_row`, `_word_row`.
     history [*] int32 and bias_ids [*] int32, bias_values [*] float32: all rows' windows and biases, end to end.
@@ -300,7 +300,7 @@ def choose_rows(
     """
     history_start = bias_start = 0
     for i in range(len(logits)):
-        row = logits[i]
+        row = logits[i][: len(counts)]
         temperature, top_p, min_p_log = reals[i, 0], reals[i, 1], np.float32(reals[i, 2])
         repeat, freq, present = np.float32(reals[i, 3]), np.float32(reals[i, 4]), np.float32(reals[i, 5])
         k, wanted, history_end, bias_end = ints[i, 0], ints[i, 1], ints[i, 2], ints[i, 3]
@@ -367,13 +367,15 @@ class CpuSampler:
         self._lanes = np.empty(LANES, np.float32)
 
     def choose(self, logits: Float32, draws: Sequence[Draw]) -> list[Choice]:
-        """One choice a row of raw `logits` [m, vocab] (C-contiguous, writable; patched and restored on the way).
+        """One choice a row of raw `logits` [m, >= vocab] (C-contiguous, writable; patched and restored on the way).
+
+        Columns past the vocabulary are padding: neither read nor written.
 
         Token ids of histories and biases are inside the vocabulary: who parsed the request has checked it, and nothing
         here does. ValueError if the logits do not fit or a sampled row has no seed.
         """
         m = len(draws)
-        if logits.shape != (m, self.vocab) or logits.dtype != np.float32:
+        if len(logits) != m or logits.ndim != 2 or logits.shape[1] < self.vocab or logits.dtype != np.float32:
             raise ValueError(f"{m} draws need float32 logits [{m}, {self.vocab}], got {logits.dtype} {logits.shape}")
         if not (logits.flags.c_contiguous and logits.flags.writeable):
             raise ValueError("the sampler needs logits that are C-contiguous and writable")

@@ -17,6 +17,7 @@ from .attention import CHUNK, DIMS, SEGMENT, SPAN, STATE
 from .forward import COUNTER_STRIDE, MATRICES, PHASES_A_LAYER, PHASES_ELSEWHERE, Buffers, Sizes, run_step
 from .layout import TILE, Arena, pad
 from .matmul import GROUP
+from .precompile import CELL_TYPES, ensure_compiled
 from .team import Team
 
 MAX_ROWS = 512
@@ -48,16 +49,18 @@ class CpuBackend:
         phases = PHASES_A_LAYER * model.geometry.layers + PHASES_ELSEWHERE
         self._counters = [np.zeros((phases + 1) * COUNTER_STRIDE, np.int64) for _ in range(2)]
         self._sampler = CpuSampler(self.vocab)
+        self._kv = kv
         self._wanted = 0
 
     def warm_up(self, progress: Progress) -> None:
         """Compile every kernel, or load it from the cache."""
         one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
         with progress.stage("compiling kernels", total=2) as stage:
+            ensure_compiled(self._kv)
+            stage.advance(1, "loading")
             self.forward(Rows(one, one, one, none))
-            stage.advance(1, "forward")
             self._sampler.warm_up()
-            stage.advance(1, "sampler")
+            stage.advance(1, "done")
 
     def forward(self, rows: Rows) -> None:
         arrays = [np.ascontiguousarray(a, np.int32) for a in (rows.slot, rows.position, rows.token, rows.wanted)]
@@ -72,10 +75,11 @@ class CpuBackend:
         return self._sampler.choose(self._logits(), draws)
 
     def logits(self) -> Float32:
-        return self._logits().copy()
+        return self._logits()[:, : self.vocab].copy()
 
     def _logits(self) -> Float32:
-        return self._buffers.logits.reshape(-1, self._sizes.vocab_ld)[: self._wanted, : self.vocab]
+        """[wanted, vocab_ld]: rows padded to whole tiles."""
+        return self._buffers.logits.reshape(-1, self._sizes.vocab_ld)[: self._wanted]
 
     def close(self) -> None:
         self._team.close()
@@ -151,7 +155,7 @@ def _buffers(
     arena, matrices, norms = weights
     rows = pad(max_rows, GROUP)
     cos, sin = model.rope(context)
-    cell = {"f32": np.float32, "f16": np.uint16}[kv]
+    cell = CELL_TYPES[kv]
     cells = slots * s.layers * s.kv_heads * s.chunks * CHUNK
     partial = rows * s.heads * s.segments * (s.value_dim + STATE)
 

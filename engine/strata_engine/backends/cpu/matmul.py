@@ -3,8 +3,8 @@
 Every output is computed the same way whatever runs beside it: over each block of columns the integer codes times the
 activations are summed in column order, then scale * sum and offset * (sum of the block's activations) are added, block
 after block. All of it in float32 with fused multiply-adds. Rows are taken four at a time, so that a column of codes is
-unpacked once for four; a single row has a route of its own. Both do the same operations in the same order for a row, so
-they give the same bits. The plain twin is `matmul_reference`.
+unpacked once for four; the last one or two have routes of their own. All do the same operations in the same order for
+a row, so they give the same bits. The plain twin is `matmul_reference`.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def scale_pair(weights, half, byte):
 
 
 @njit(nogil=True)
-def _one_row(codes, size, weights, matrix, tile, input, y):
-    """The tile's 32 outputs of row 0, into y[0]."""
+def _one_row(codes, size, weights, matrix, tile, input, row, y):
+    """The tile's 32 outputs of one row, into y[row]."""
     blocks, block, record = matrix[BLOCKS], matrix[BLOCK], matrix[RECORD]
     step = matrix[CODES] // (block * size)
     byte = matrix[BASE] + tile * blocks * record
     y0 = y1 = splat(np.float32(0.0))
-    i = 0
-    for b in range(blocks):
+    i, j = row * input.ld, row * input.blocks
+    for _ in range(blocks):
         a0 = a1 = splat(np.float32(0.0))
         c = byte // size
         for _ in range(block):
@@ -80,13 +80,56 @@ def _one_row(codes, size, weights, matrix, tile, input, y):
             y0, y1 = fma(s0, a0, y0), fma(s1, a1, y1)
             if matrix[OFFSETS]:
                 o0, o1 = scale_pair(weights, matrix[HALF], byte + ((matrix[CODES] + record) >> 1))
-                total = broadcast(input.sums, b)
+                total = broadcast(input.sums, j)
                 y0, y1 = fma(o0, total, y0), fma(o1, total, y1)
         else:
             y0, y1 = add(y0, a0), add(y1, a1)
         byte += record
-    store(y, 0, y0)
-    store(y, 16, y1)
+        j += 1
+    store(y, row * TILE, y0)
+    store(y, row * TILE + 16, y1)
+
+
+@njit(nogil=True)
+def _two_rows(codes, size, weights, matrix, tile, input, row, y):
+    """The tile's 32 outputs of rows `row` and `row` + 1, into y[row : row + 2]."""
+    blocks, block, record = matrix[BLOCKS], matrix[BLOCK], matrix[RECORD]
+    step = matrix[CODES] // (block * size)
+    byte = matrix[BASE] + tile * blocks * record
+    p0 = q0 = p1 = q1 = splat(np.float32(0.0))
+    x, ld, sums, sld = input.x, input.ld, input.sums, input.blocks
+    i, j = row * ld, row * sld
+    for _ in range(blocks):
+        a0 = b0 = a1 = b1 = splat(np.float32(0.0))
+        c = byte // size
+        for _ in range(block):
+            low, high = load_codes(codes, c)
+            value = broadcast(x, i)
+            a0, b0 = fma(low, value, a0), fma(high, value, b0)
+            value = broadcast(x, i + ld)
+            a1, b1 = fma(low, value, a1), fma(high, value, b1)
+            c += step
+            i += 1
+        if matrix[FORMAT] <= Q8:
+            s0, s1 = scale_pair(weights, matrix[HALF], byte + matrix[CODES])
+            p0, q0 = fma(s0, a0, p0), fma(s1, b0, q0)
+            p1, q1 = fma(s0, a1, p1), fma(s1, b1, q1)
+            if matrix[OFFSETS]:
+                o0, o1 = scale_pair(weights, matrix[HALF], byte + ((matrix[CODES] + record) >> 1))
+                total = broadcast(sums, j)
+                p0, q0 = fma(o0, total, p0), fma(o1, total, q0)
+                total = broadcast(sums, j + sld)
+                p1, q1 = fma(o0, total, p1), fma(o1, total, q1)
+        else:
+            p0, q0 = add(p0, a0), add(q0, b0)
+            p1, q1 = add(p1, a1), add(q1, b1)
+        byte += record
+        j += 1
+    out = row * TILE
+    store(y, out, p0)
+    store(y, out + 16, q0)
+    store(y, out + 32, p1)
+    store(y, out + 48, q1)
 
 
 @njit(nogil=True)
@@ -151,11 +194,14 @@ def _four_rows(codes, size, weights, matrix, tile, input, row, y):
 @njit(nogil=True)
 def _tile(codes, size, weights, matrix, tile, input, rows, y):
     """y [rows, 32] = the tile's outputs; `codes` is the arena as the matrix's code type, of `size` bytes an element."""
-    if rows == 1:
-        _one_row(codes, size, weights, matrix, tile, input, y)
-    else:
-        for row in range(0, rows, GROUP):
-            _four_rows(codes, size, weights, matrix, tile, input, row, y)
+    row = 0
+    while rows - row > 2:
+        _four_rows(codes, size, weights, matrix, tile, input, row, y)
+        row += GROUP
+    if rows - row == 2:
+        _two_rows(codes, size, weights, matrix, tile, input, row, y)
+    elif rows - row == 1:
+        _one_row(codes, size, weights, matrix, tile, input, row, y)
 
 
 @njit(nogil=True)

@@ -5,8 +5,8 @@ A *chunk* is one page of 64 cells, aligned to positions; eight chunks are a *gro
 and groups are merged in order, whoever computes them; so what else is in the step, and how the groups are spread over
 blocks, does not show in the result. A query's own position bounds what it sees.
 
-One block of eight warps takes a *query tile* (up to 16 * mt queries: neighbouring rows of one slot, times the heads that
-share a key-value head) and one group at a time, a chunk a warp. With `spread` > 1 the groups of a tile go to several
+One block of eight warps takes a *query tile* (up to 16 * mt queries: neighbouring rows of one slot, times the heads
+that share a key-value head) and one group at a time, a chunk a warp. With `spread` the groups of a tile go to several
 blocks, which leave their results in scratch memory; the last to finish merges them.
 
 Cells are halves: keys [page, kv head, part, cell, head_dim], values [page, kv head, part, head_dim, cell], so that both
@@ -16,6 +16,7 @@ Online softmax merge: Milakov and Gimelshein 2018. Twin: `attend_rows`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from numba import cuda, types
@@ -117,23 +118,27 @@ def _merge_chunks(shape: AttentionShape) -> Any:
     quads, mt, features = shape.quads, shape.mt, shape.head_dim // 8
 
     @macro(floats(8 * quads))
-    def merge_chunks(e: Emitter, start: Any, limit: Any, thread: Any) -> Any:
+    def merge_chunks(e: Emitter, start: Any, chunks: Any, limit: Any, thread: Any) -> Any:
         b = e.b
         lane, warp = b.and_(thread, e.u32(31)), b.lshr(thread, e.u32(5))
         group = b.lshr(lane, e.u32(2))
         out = []
         for quad in range(quads):
             m = quad * mt // quads
-            state = _empty(e)
+            cells = [e.variable(value) for value in _empty(e)]
             piece = b.add(warp, e.u32(quad * WARPS))
             for chunk in range(WARPS):
-                at = b.add(b.shl(piece, e.u32(9)), b.shl(lane, e.u32(4)))
-                o = e.load_shared(b.add(at, e.u32(512 * chunk * mt * features)), 4)
-                sums = _sums_at(shape, chunk, m)
-                low = e.load_shared(b.add(b.shl(group, e.u32(3)), e.u32(sums)), 2)
-                high = e.load_shared(b.add(b.shl(group, e.u32(3)), e.u32(sums + 64)), 2)
-                part = [e.real(v) for v in (*o, *low, *high)]
-                state = merge(e, state, part, _sees(e, limit, m, b.add(start, e.u32(CELLS * chunk))))
+                there = b.icmp_signed("<", e.u32(chunk), chunks)
+                with b.if_then(there) if shape.spread else nullcontext():
+                    at = b.add(b.shl(piece, e.u32(9)), b.shl(lane, e.u32(4)))
+                    o = e.load_shared(b.add(at, e.u32(512 * chunk * mt * features)), 4)
+                    sums = b.add(b.shl(group, e.u32(3)), e.u32(_sums_at(shape, chunk, m)))
+                    low, high = e.load_shared(sums, 2), e.load_shared(b.add(sums, e.u32(64)), 2)
+                    part = [e.real(v) for v in (*o, *low, *high)]
+                    seen = _sees(e, limit, m, b.add(start, e.u32(CELLS * chunk)))
+                    for cell, value in zip(cells, merge(e, [b.load(c) for c in cells], part, seen), strict=True):
+                        b.store(value, cell)
+            state = [b.load(cell) for cell in cells]
             out += state
         return out
 
@@ -152,8 +157,7 @@ def _sums_at(shape: AttentionShape, chunk: int, m: int) -> int:
 def _quad_reduce(e: Emitter, value: Any, combine: Any) -> Any:
     """Combine over the four lanes that share a query."""
     for step in (1, 2):
-        text = f"shfl.sync.bfly.b32 $0, $1, {step}, 31, -1;"
-        value = combine(value, e.real(e.asm(text, I32, "=r,r", e.bits(value), effect=True)))
+        value = combine(value, e.butterfly(value, step))
     return value
 
 
@@ -174,9 +178,18 @@ def _attend_chunk(shape: AttentionShape) -> Any:
         base = b.mul(e.i64(page), e.i64(plane * parts))
         g, t = b.lshr(lane, e.u32(2)), b.and_(lane, e.u32(3))
         t4 = b.shl(t, e.u32(2))
-        # column g of a score tile is cell 8 * (g / 2) + g % 2 of its 32, plus 2 j: lane t then owns cells 8 t .. 8 t + 7
+        # column g of score tile j is cell 8 * (g / 2) + g % 2 + 2 j of its 32: lane t then owns cells 8 t .. 8 t + 7
         cell = b.add(b.shl(b.lshr(g, e.u32(1)), e.u32(3)), b.and_(g, e.u32(1)))
         key_row = b.add(base, e.i64(b.add(b.mul(cell, e.u32(head_dim // 2)), t4)))
+        value_row = b.add(base, e.i64(b.add(b.mul(g, e.u32(CELLS // 2)), t4)))
+
+        def load_value(feature: int) -> list[list[list[Any]]]:
+            word = b.add(value_row, e.i64(feature * 8 * (CELLS // 2)))
+            return [
+                [e.load(values, b.add(word, e.i64(16 * half + plane * p)), 4) for p in range(parts)] for half in (0, 1)
+            ]
+
+        early = [load_value(feature) for feature in range(8 // parts if mt == 1 else 0)]
         scores = [[e.zeros(4) for _ in range(8)] for _ in range(mt)]
         for block in range(blocks):
             q = [_query(e, queries, q_at[2 * m : 2 * m + 2], q_low, block) for m in range(mt)]
@@ -186,7 +199,6 @@ def _attend_chunk(shape: AttentionShape) -> Any:
                 k = [e.load(keys, b.add(word, e.i64(plane * p)), 4) for p in range(parts)]
                 for m in range(mt):
                     scores[m][tile] = _dot(e, scores[m][tile], q[m], k)
-        value_row = b.add(base, e.i64(b.add(b.mul(g, e.u32(CELLS // 2)), t4)))
         weights = []
         for m in range(mt):
             masked = _mask(e, scores[m], limit[2 * m : 2 * m + 2], start, t)
@@ -196,10 +208,7 @@ def _attend_chunk(shape: AttentionShape) -> Any:
                 at = b.add(b.mul(warp, e.u32(128 * mt)), b.shl(g, e.u32(3)))
                 e.store_shared(b.add(at, e.u32(_sums_at(shape, 0, m) + 64 * q_)), [e.bits(top), e.bits(total)])
         for feature in range(head_dim // 8):
-            v = []
-            for half in range(2):
-                word = b.add(value_row, e.i64(feature * 8 * (CELLS // 2) + 16 * half))
-                v.append([e.load(values, b.add(word, e.i64(plane * p)), 4) for p in range(parts)])
+            v = early[feature] if feature < len(early) else load_value(feature)
             for m in range(mt):
                 o = e.zeros(4)
                 for half in range(2):
@@ -406,12 +415,12 @@ def attention_kernel(shape: AttentionShape) -> Any:
         warp = thread >> 5
         last = cuda.shared.array(1, types.int32)
         let_next_start()
-        wait_for_previous()
         first = args.tiles[2 * cuda.blockIdx.x]
         count = args.tiles[2 * cuda.blockIdx.x + 1]
         if count == 0:
             return
-        groups = args.position[first + count - 1] // (CELLS * WARPS) + 1
+        chunks = args.position[first + count - 1] // CELLS + 1
+        groups = (chunks + WARPS - 1) // WARPS
         if cuda.blockIdx.z >= groups:
             return
         head = cuda.blockIdx.y * heads
@@ -421,14 +430,17 @@ def attention_kernel(shape: AttentionShape) -> Any:
         q_at = offsets(first, count, head, args.heads * (2 * half), lane)
         tile = cuda.blockIdx.x * cuda.gridDim.y + cuda.blockIdx.y
         total = empty()
+        page = args.pages[table + min(cuda.blockIdx.z * WARPS + warp, chunks - 1)]
+        wait_for_previous()
         for group in range(cuda.blockIdx.z, groups, cuda.gridDim.z):
             chunk = group * WARPS + warp
-            if chunk * CELLS <= args.position[first + count - 1]:
-                page = args.pages[table + chunk] * args.kv_heads + kv_head
+            if chunk < chunks:
+                at = page * args.kv_heads + kv_head
                 start = chunk * CELLS
-                attend(args.queries, q_at, args.heads * half, args.keys, args.values, page, limit, start, warp, lane)
+                attend(args.queries, q_at, args.heads * half, args.keys, args.values, at, limit, start, warp, lane)
+            page = args.pages[table + min(chunk + cuda.gridDim.z * WARPS, chunks - 1)]
             cuda.syncthreads()
-            state = merge_chunks(group * (CELLS * WARPS), limit, thread)
+            state = merge_chunks(group * (CELLS * WARPS), chunks - group * WARPS, limit, thread)
             if spread and groups > 1:
                 keep(state, args.scratch, tile * args.groups + group, thread)
             else:

@@ -1,7 +1,7 @@
 """The GPU as this package uses it: compiled kernels kept on disk, buffers, launches, graphs.
 
-With emit.py the only place that talks to numba-cuda, cuda-core and the driver. Kernels are compiled ahead of time (PTX by
-numba, machine code by the CUDA linker), so a second start loads them from the cache folder and compiles nothing.
+With emit.py the only place that talks to numba-cuda, cuda-core and the driver. Kernels are compiled ahead of time (PTX
+by numba, machine code by the CUDA linker), so a second start loads them from the cache folder and compiles nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DeviceError(RuntimeError):
     """The GPU or its driver refused something."""
 
 
-class OutOfMemory(DeviceError):
+class OutOfMemoryError(DeviceError):
     """An allocation did not fit."""
 
 
@@ -40,12 +40,12 @@ def check(result: tuple[Any, ...]) -> Any:
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
         name = getattr(error, "name", str(error))
-        kind = OutOfMemory if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else DeviceError
+        kind = OutOfMemoryError if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else DeviceError
         raise kind(f"CUDA: {name}")
     return values[0] if len(values) == 1 else values or None
 
 
-def available() -> str | None:
+def why_unavailable() -> str | None:
     """None if a GPU answers, else why not."""
     try:
         check(driver.cuInit(0))
@@ -125,7 +125,7 @@ def _codes(kind: Any) -> str:
     from numba import types
 
     if isinstance(kind, types.BaseTuple):
-        return "".join(_codes(part) for part in kind)
+        return "".join(_codes(part) for part in kind.types)  # type: ignore[attr-defined]
     if isinstance(kind, types.CPointer):
         return "p"
     return {"int32": "i", "uint32": "u", "float32": "f", "int64": "l", "float64": "d"}[kind.name]
@@ -193,7 +193,9 @@ def flatten_values(values: Sequence[Any]) -> list[Any]:
         if isinstance(value, tuple):
             out += flatten_values(value)
         else:
-            out.append(value.address if isinstance(value, Buffer) else value.item() if isinstance(value, np.generic) else value)
+            out.append(
+                value.address if isinstance(value, Buffer) else value.item() if isinstance(value, np.generic) else value
+            )
     return out
 
 
@@ -358,6 +360,17 @@ class Device:
     def elapsed_ms(self, start: Any, end: Any) -> float:
         check(driver.cuEventSynchronize(end))
         return float(check(driver.cuEventElapsedTime(start, end)))
+
+    def copy_bandwidth(self, size: int = 1 << 30, repeats: int = 5) -> float:
+        """Bytes a second read and written by a copy of `size` bytes within the device: the median."""
+        source, target, rates = self.allocate(size), self.allocate(size), []
+        for _ in range(repeats + 1):
+            start = self.event()
+            check(driver.cuMemcpyDtoDAsync(target.address, source.address, size, self.stream))
+            rates.append(2 * size / self.elapsed_ms(start, self.event()) * 1e3)
+        self.free(source)
+        self.free(target)
+        return sorted(rates[1:])[repeats // 2]
 
     def close(self) -> None:
         """Give everything back."""

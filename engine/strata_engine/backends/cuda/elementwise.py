@@ -20,11 +20,12 @@ from .emit import (
     wait_for_previous,
     word_as_float,
 )
-from .epilogue import RESIDUAL, store_stream
+from .epilogue import RESIDUAL, better, store_stream
 from .layout import Format
 
 EMBED_THREADS = 256
-ARGMAX_THREADS = 1024
+ARGMAX_WARPS = 8
+ARGMAX_THREADS = 32 * ARGMAX_WARPS
 
 
 def _scale_reader(form: Format) -> Any:
@@ -102,7 +103,7 @@ def embed_kernel(form: Format) -> Any:
                 unit_at = tile_at + k // 64
                 a = value(codes, scales, unit_at, k % 64, g, half)
                 b = value(codes, scales, unit_at, k % 64 + 1, g, half)
-                total = store_stream(out, a, b, row, k)
+                total = store_stream(out, a, b, out.gain[k], out.gain[k + 1], row, k)
             for step in (1, 2, 4):
                 total = add(total, cuda.shfl_xor_sync(0xFFFFFFFF, total, step))
             if k < out.width and thread % 8 == 0:
@@ -115,52 +116,43 @@ EMBED_SIGNATURE = types.void(U32Ptr, U32Ptr, I32Ptr, i32, RESIDUAL)
 
 
 def argmax_kernel() -> Any:
-    """A kernel: the index of the largest logit of each row; ties to the lowest index, NaN counts as -inf.
+    """A kernel: the index of the largest logit of each row, from the largest of each tile (epilogue.Logits).
 
-    Grid: rows; block: 1,024 threads. Twin: numpy.argmax.
+    Ties go to the lowest index, NaN counts as -inf. Grid: rows; block: 256 threads. Twin: numpy.argmax.
     """
 
-    def kernel(logits, vocab, best):
+    def kernel(top, best, tiles, choice):
         row = cuda.blockIdx.x
         thread = cuda.threadIdx.x
-        values = cuda.shared.array(32, types.float32)
-        indexes = cuda.shared.array(32, types.int32)
+        values = cuda.shared.array(ARGMAX_WARPS, types.float32)
+        indexes = cuda.shared.array(ARGMAX_WARPS, types.int32)
         let_next_start()
         wait_for_previous()
-        base = types.int64(row) * vocab
-        top = types.float32(-float("inf"))
-        at = types.int32(vocab)
-        for i in range(thread, vocab, ARGMAX_THREADS):
-            x = logits[base + i]
-            if x > top:
-                top = x
-                at = i
-        for step in (16, 8, 4, 2, 1):
-            top, at = _better(
-                top, at, cuda.shfl_xor_sync(0xFFFFFFFF, top, step), cuda.shfl_xor_sync(0xFFFFFFFF, at, step)
-            )
+        value = types.float32(-float("inf"))
+        index = types.int32(0x7FFFFFFF)
+        for i in range(thread, tiles, ARGMAX_THREADS):
+            value, index = better(value, index, top[row * tiles + i], best[row * tiles + i])
+        value, index = _best_of_warp(value, index)
         if thread % 32 == 0:
-            values[thread // 32] = top
-            indexes[thread // 32] = at
+            values[thread // 32] = value
+            indexes[thread // 32] = index
         cuda.syncthreads()
         if thread < 32:
-            top, at = values[thread], indexes[thread]
-            for step in (16, 8, 4, 2, 1):
-                top, at = _better(
-                    top, at, cuda.shfl_xor_sync(0xFFFFFFFF, top, step), cuda.shfl_xor_sync(0xFFFFFFFF, at, step)
-                )
+            at = thread % ARGMAX_WARPS
+            value, index = _best_of_warp(values[at], indexes[at])
             if thread == 0:
-                best[row] = at if at < vocab else 0
+                choice[row] = index
 
     return kernel
 
 
 @inlined
-def _better(a, i, b, j):
-    """The larger of two values with its index; the lower index if they are equal."""
-    if b > a or (b == a and j < i):
-        return b, types.int32(j)
-    return a, types.int32(i)
+def _best_of_warp(value, index):
+    """The largest value of the lanes with its index, in every lane."""
+    for step in (16, 8, 4, 2, 1):
+        other = cuda.shfl_xor_sync(0xFFFFFFFF, value, step)
+        value, index = better(value, index, other, cuda.shfl_xor_sync(0xFFFFFFFF, index, step))
+    return value, index
 
 
-ARGMAX_SIGNATURE = types.void(F32Ptr, i32, I32Ptr)
+ARGMAX_SIGNATURE = types.void(F32Ptr, I32Ptr, i32, I32Ptr)

@@ -16,7 +16,8 @@ the same bits in every kernel that computes them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +134,50 @@ class Emitter:
             c = self.asm(text, [F32] * 4, "=f,=f,=f,=f,r,r,r,f,f,f,f", a[2 * half], a[2 * half + 1], b[half], *c)
         return c
 
+    # -- control flow and lanes
+
+    word_pointer = I32.as_pointer()
+
+    def variable(self, value: Any) -> Any:
+        """A memory cell that LLVM turns into a register."""
+        with self.b.goto_entry_block():
+            cell = self.b.alloca(value.type)
+        self.b.store(value, cell)
+        return cell
+
+    @contextmanager
+    def loop(self, start: Any, end: Any, step: Any) -> Iterator[Any]:
+        """`for i in range(start, end, step)` around what is emitted inside."""
+        cell = self.variable(start)
+        head, body, tail = (self.b.append_basic_block(f"loop.{name}") for name in ("head", "body", "tail"))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        i = self.b.load(cell)
+        self.b.cbranch(self.b.icmp_signed("<", i, end), body, tail)
+        self.b.position_at_end(body)
+        yield i
+        self.b.store(self.b.add(i, self.u32(step) if isinstance(step, int) else step), cell)
+        self.b.branch(head)
+        self.b.position_at_end(tail)
+
+    def barrier(self) -> None:
+        """Wait for all threads of the block, as cuda.syncthreads."""
+        self.asm("bar.sync 0;", ir.VoidType(), "~{memory}", effect=True)
+
+    def butterfly(self, value: Any, step: int) -> Any:
+        """The float32 of the lane whose number differs in bit `step`."""
+        text = f"shfl.sync.bfly.b32 $0, $1, {step}, 31, -1;"
+        return self.real(self.asm(text, I32, "=r,r", self.bits(value), effect=True))
+
+    def and_or(self, a: Any, mask: int, bits: Any) -> Any:
+        """(a & mask) | bits in one instruction."""
+        return self.asm(f"lop3.b32 $0, $1, {mask}, $2, 0xEA;", I32, "=r,r,r", a, bits)
+
     # -- memory
+
+    def opaque(self, pointer: Any) -> Any:
+        """The same pointer, its sum hidden from LLVM, which would otherwise add it up anew at each use."""
+        return self.asm("mov.b64 $0, $1;", pointer.type, "=l,l", pointer)
 
     def _vector(self, pointer: Any, count: int) -> list[Any]:
         if count == 1:
@@ -182,16 +226,30 @@ class Emitter:
             vector = self.b.insert_element(vector, value, self.u32(i))
         self.b.store(vector, self.b.bitcast(pointer, ir.PointerType(kind, SHARED)), align=4 * len(values))
 
-    def copy_async(self, offset: Any, pointer: Any, index: Any) -> None:
-        """Start copying the 16 bytes at a word index of global memory to a byte offset of shared memory."""
+    def copy_async(self, offset: Any, pointer: Any, index: Any, count: int = 4) -> None:
+        """Start copying `count` (2 or 4) words at a word index of global memory to a byte offset of shared memory."""
         source = self.b.gep(pointer, [self.i64(index)])
         if self.cc < (8, 0):
-            self.store_shared(offset, self._vector(source, 4))
+            self.store_shared(offset, self._vector(source, count))
             return
         target = self.b.ptrtoint(self.shared(offset), I32)
-        self.asm(
-            "cp.async.cg.shared.global [$0], [$1], 16;", ir.VoidType(), "r,l,~{memory}", target, source, effect=True
-        )
+        text = f"cp.async.{'cg' if count == 4 else 'ca'}.shared.global [$0], [$1], {4 * count};"
+        self.asm(text, ir.VoidType(), "r,l,~{memory}", target, source, effect=True)
+
+    def copy_commit(self) -> None:
+        """Close the group of asynchronous copies started so far."""
+        if self.cc >= (8, 0):
+            self.asm("cp.async.commit_group;", ir.VoidType(), "~{memory}", effect=True)
+
+    def copy_wait(self, pending: int) -> None:
+        """Wait until at most `pending` groups of asynchronous copies are unfinished."""
+        if self.cc >= (8, 0):
+            self.asm(f"cp.async.wait_group {pending};", ir.VoidType(), "~{memory}", effect=True)
+
+    def wait_for_previous(self) -> None:
+        """Wait until the kernel before this one is done and its writes are seen (Hopper's dependent launch)."""
+        if self.cc >= (9, 0):
+            self.asm("griddepcontrol.wait;", ir.VoidType(), "~{memory}", effect=True)
 
     def bits(self, value: Any) -> Any:
         return self.b.bitcast(value, I32)
@@ -242,7 +300,7 @@ def _run(body: Callable[..., Any], builder: Any, sig: Any, values: Any) -> Any:
 
 def inlined(function: Callable[..., Any]) -> Any:
     """A device function, copied into every kernel that calls it. It may not call macros that depend on the target."""
-    return cuda.jit(device=True, forceinline=True)(function)
+    return cuda.jit(device=True, forceinline=True)(function)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +406,7 @@ def store_shared1(e: Emitter, offset: Any, value: Any) -> None:
 @macro(None)
 def copy_commit(e: Emitter) -> None:
     """Close the group of asynchronous copies started so far."""
-    if e.cc >= (8, 0):
-        e.asm("cp.async.commit_group;", ir.VoidType(), "~{memory}", effect=True)
+    e.copy_commit()
 
 
 def copy_wait(pending: int) -> Any:
@@ -357,8 +414,7 @@ def copy_wait(pending: int) -> Any:
 
     @macro(None)
     def wait(e: Emitter) -> None:
-        if e.cc >= (8, 0):
-            e.asm(f"cp.async.wait_group {pending};", ir.VoidType(), "~{memory}", effect=True)
+        e.copy_wait(pending)
 
     return wait
 
@@ -366,8 +422,7 @@ def copy_wait(pending: int) -> Any:
 @macro(None)
 def wait_for_previous(e: Emitter) -> None:
     """Wait until the kernel before this one is done and its writes are seen (Hopper's dependent launch)."""
-    if e.cc >= (9, 0):
-        e.asm("griddepcontrol.wait;", ir.VoidType(), "~{memory}", effect=True)
+    e.wait_for_previous()
 
 
 @macro(None)

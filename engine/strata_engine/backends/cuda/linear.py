@@ -1,4 +1,4 @@
-"""A weight matrix on the device, and which kernel multiplies it for how many rows."""
+"""A matmul of the forward: weights on the device, an epilogue, and the kernel for each number of rows."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from .device import Buffer, Device, KernelSpec
-from .layout import TILE, UNIT, Format
+from .device import Device, KernelSpec
+from .layout import Format
+from .plan import MOST_SLICE_ROWS, slice_shape, slices_of, tile_shape
 from .shapes import SliceShape, TileShape
-
-MAX_SLICE_ROWS = 32  # from here on the tile kernel
+from .weights import Weights
 
 
 def build_matmul(form: Format, shape: SliceShape | TileShape, epilogue: str) -> tuple[Any, Any]:
     """(kernel, signature) of a matmul kernel with a named epilogue."""
     from .epilogue import EPILOGUES
-    from .matmul import signature, slice_kernel, tile_kernel
+    from .matmul import signature
+    from .slice import slice_kernel
+    from .tile import tile_kernel
 
-    function, kind = EPILOGUES[epilogue]
+    prepare, finish, kind, normed = EPILOGUES[epilogue]
     if isinstance(shape, SliceShape):
-        return slice_kernel(form, shape, function), signature(kind)
-    return tile_kernel(form, shape, function), signature(kind)
+        return slice_kernel(form, shape, prepare, finish, normed), signature(kind)
+    return tile_kernel(form, shape, prepare, finish, normed), signature(kind)
 
 
 def slice_spec(form: Format, shape: SliceShape, epilogue: str, blocks: int) -> KernelSpec:
-    name = f"slice_{epilogue}_{form.name}_{shape.slices}_{shape.mt}_{shape.nt}_{shape.groups}_{shape.depth}"
+    name = f"slice_{epilogue}_{form.name}_{shape.slices}_{shape.mt}_{shape.nt}_{shape.stages}"
     build = functools.partial(build_matmul, form, shape, epilogue)
-    return KernelSpec(f"{name}_{blocks}", build, shape.threads, shape.shared_bytes, blocks)
+    return KernelSpec(f"{name}_{blocks}", build, shape.threads, shape.shared_bytes(form), blocks)
 
 
 def tile_spec(form: Format, shape: TileShape, epilogue: str, blocks: int = 1) -> KernelSpec:
@@ -38,39 +40,44 @@ def tile_spec(form: Format, shape: TileShape, epilogue: str, blocks: int = 1) ->
 
 
 @dataclass(slots=True)
-class Weights:
-    """A matrix [features, inputs] in lane order on the device."""
+class Linear:
+    """One matrix and what is done with its products."""
 
-    form: Format
-    features: int
-    inputs: int
-    codes: Buffer
-    scales: Buffer
+    weights: Weights
+    epilogue: str
+    processors: int  # multiprocessors of the device
 
-    @property
-    def tiles(self) -> int:
-        return -(-self.features // TILE)
+    def choose(self, rows: int) -> tuple[KernelSpec, SliceShape | TileShape]:
+        """The kernel for a step of `rows` rows."""
+        w = self.weights
+        slices = slices_of(w.tiles, w.units)
+        if rows <= MOST_SLICE_ROWS:
+            small, blocks = slice_shape(w.form, slices, w.tiles, rows, self.processors)
+            return slice_spec(w.form, small, self.epilogue, blocks), small
+        large, blocks = tile_shape(w.form, slices, w.tiles, rows, self.processors)
+        return tile_spec(w.form, large, self.epilogue, blocks), large
 
-    @property
-    def units(self) -> int:
-        return -(-self.inputs // UNIT)
-
-    @property
-    def bytes(self) -> int:
-        return self.tiles * self.units * (512 * self.form.vectors + 32 * self.form.scale_words)
+    def run(self, device: Device, rows: int, x: Any, index: Any, norm: Any, out: Any) -> None:
+        """Queue the product; arguments as in matmul.slice_kernel."""
+        spec, shape = self.choose(rows)
+        run = run_slice if isinstance(shape, SliceShape) else run_tile
+        run(device, spec, shape, self.weights, rows, x, index, norm, out)
 
 
 def run_slice(
-    device: Device, spec: KernelSpec, shape: SliceShape, w: Weights, rows: int, x: Any, index: Any, norm: Any, out: Any
+    device: Device, spec: KernelSpec, shape: Any, w: Weights, rows: int, x: Any, index: Any, norm: Any, out: Any
 ) -> None:
-    """Launch a slice kernel."""
-    grid = (-(-w.tiles // (shape.mt * shape.groups)), -(-rows // shape.rows))
-    device.launch(device.load(spec), grid, w.codes, w.scales, x, index, rows, w.units, w.tiles, norm, out)
+    """Launch a slice kernel: as many blocks as fit at once, which share the tiles."""
+    down = -(-rows // shape.rows)
+    across = min(w.tiles // shape.mt, max(1, device.multiprocessors * spec.blocks // down))
+    args = (w.codes, w.scales, x, index, rows, w.units, w.tiles, norm, out)
+    device.launch(device.load(spec), (across, down), *args)
 
 
 def run_tile(
-    device: Device, spec: KernelSpec, shape: TileShape, w: Weights, rows: int, x: Any, index: Any, norm: Any, out: Any
+    device: Device, spec: KernelSpec, shape: Any, w: Weights, rows: int, x: Any, index: Any, norm: Any, out: Any
 ) -> None:
-    """Launch a tile kernel."""
+    """Launch a tile kernel, a block for each tile of rows and features."""
     grid = (-(-rows // shape.rows), -(-w.tiles // (shape.mt * shape.across)))
-    device.launch(device.load(spec), grid, w.codes, w.scales, x, index, rows, w.units, w.tiles, norm, out)
+    args = (w.codes, w.scales, x, index, rows, w.units, w.tiles, norm, out)
+    device.launch(device.load(spec), grid, *args)

@@ -6,11 +6,11 @@ then scaled in float32: total += scale * sum. K is cut into `slices`, fixed for 
 
 Two kernels compute exactly these operations in exactly this order, so they give the same bits:
 
-- `slice_kernel`: one warp a slice, for few rows, where the weights are read once and all that counts is memory;
-- `tile_kernel`: slices one after another with the activations staged in shared memory, for many rows.
+- slice.py: one warp a slice, for few rows, where the weights are read once and all that counts is memory;
+- tile.py: slices one after another with the activations staged in shared memory, for many rows.
 
 An *epilogue* takes four finished sums of a lane (features a and b of two neighbouring rows) and does what would be the
-next pass: scale by the norm, rotate and append to the cache, SwiGLU, add to the residual. See epilogue.py.
+next pass: rotate and append to the cache, SwiGLU, add to the residual. See epilogue.py.
 
 Activations: words [row, 2, pitch / 2], the high halves of a row's K values and then the low ones; pitch is K padded to
 64, the padding is zero. Source of the bias trick (1024 + code as a half): Kim et al. 2022, "Who says elephants can't
@@ -22,33 +22,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import cuda, types
+import numpy as np
+from numba import types
 
-from .emit import (
-    Emitter,
-    F32Ptr,
-    I32Ptr,
-    U32Ptr,
-    add,
-    copy_commit,
-    copy_wait,
-    f32,
-    fma,
-    i32,
-    inlined,
-    let_next_start,
-    load_shared1,
-    load_shared4,
-    macro,
-    mul,
-    reciprocal_root,
-    store_shared1,
-    wait_for_previous,
-    words,
-    zeros,
-)
-from .layout import UNIT, Format
-from .shapes import SliceShape, TileShape
+from .emit import Emitter, F32Ptr, I32Ptr, U32Ptr, f32, i32, inlined, macro
+from .layout import Format
 
 ONES = 0x3C003C00  # two halves of 1.0
 BIAS = 0x64006400  # two halves of 1024.0: a code in the low bits adds itself
@@ -56,8 +34,6 @@ BIAS = 0x64006400  # two halves of 1024.0: a code in the low bits adds itself
 
 def _half_bits(value: float) -> int:
     """Two copies of a half in one word."""
-    import numpy as np
-
     return int(np.float16(value).view(np.uint16)) * 0x10001
 
 
@@ -69,16 +45,16 @@ def _unpack4(e: Emitter, word: Any, zero: int) -> list[Any]:
     low_bias, high_bias = e.u32(_half_bits(1024 + zero)), e.u32(_half_bits(-64 - zero))
     pairs = []
     for w in (word, e.b.lshr(word, e.u32(8))):
-        low = e.b.or_(e.b.and_(w, e.u32(0x000F000F)), e.u32(BIAS))
-        high = e.b.or_(e.b.and_(w, e.u32(0x00F000F0)), e.u32(BIAS))
+        low = e.and_or(w, 0x000F000F, e.u32(BIAS))
+        high = e.and_or(w, 0x00F000F0, e.u32(BIAS))
         pairs += [e.sub_h2(low, low_bias), e.fma_h2(high, e.u32(_half_bits(1 / 16)), high_bias)]
     return pairs
 
 
-def _unpack8(e: Emitter, low: Any, high: Any, zero: int) -> list[Any]:
+def _unpack8(e: Emitter, words: list[Any], zero: int) -> list[Any]:
     """Eight 8-bit codes (two words) -> four words of halves (code - zero)."""
     bias, pairs = e.u32(_half_bits(1024 + zero)), []
-    for word in (low, high):
+    for word in words:
         for select in (0x4140, 0x4342):
             spread = e.asm(f"prmt.b32 $0, $1, $2, {select};", word.type, "=r,r,r", word, e.u32(0x64646464))
             pairs.append(e.sub_h2(spread, bias))
@@ -90,7 +66,7 @@ def _operand(e: Emitter, form: Format, codes: list[Any], half: int) -> list[Any]
     if form.codes == "q4":
         low, high = (_unpack4(e, codes[2 * half + place], form.zero) for place in (0, 1))
     elif form.codes == "q8":
-        low, high = (_unpack8(e, *codes[4 * half + 2 * place :][:2], form.zero) for place in (0, 1))
+        low, high = (_unpack8(e, codes[4 * half + 2 * place :][:2], form.zero) for place in (0, 1))
     else:
         low, high = (codes[8 * half + 4 * place :][:4] for place in (0, 1))
     return [word for pair in zip(low, high, strict=True) for word in pair]
@@ -157,7 +133,7 @@ def unit_step(
     return acc
 
 
-# -- the parts the kernels share
+# -- what else the kernels share
 
 
 @inlined
@@ -166,342 +142,51 @@ def first_unit(slice_, units, slices):
     return slice_ * units // slices
 
 
-@inlined
-def norm_factor(squares, row, tiles, inverse, epsilon, lane):
-    """1 / root mean square of a row, from its sums of squares [row, tiles]; all lanes of a warp, one order of adding."""
-    total = types.float32(0.0)
-    for i in range(lane, tiles, 32):
-        total = add(total, squares[row * tiles + i])
-    for step in (16, 8, 4, 2, 1):
-        total = add(total, cuda.shfl_xor_sync(0xFFFFFFFF, total, step))
-    return reciprocal_root(fma(total, inverse, epsilon))
+def norm_factors() -> Any:
+    """Macro: 1 / root mean square of rows first .. first + 7, one a lane (lanes 0 to 7), by a whole warp.
+
+    Each lane adds every 32nd sum of squares of every row, then the lanes are added as a tree: one order for all rows.
+    """
+
+    @macro(f32)
+    def factors(
+        e: Emitter, squares: Any, index: Any, first: Any, rows: Any, tiles: Any, inverse: Any, epsilon: Any, lane: Any
+    ) -> Any:
+        b, starts = e.b, []
+        for i in range(8):
+            row = row_at(e, index, b.add(first, e.u32(i)), rows)
+            starts.append(b.add(b.mul(row, tiles), lane))
+        totals = _lane_sums(e, squares, starts, tiles, lane)
+        for step in (16, 8, 4, 2, 1):
+            totals = [e.add(total, e.butterfly(total, step)) for total in totals]
+        mine = totals[0]
+        for i in range(1, 8):
+            mine = b.select(b.icmp_unsigned("==", lane, e.u32(i)), totals[i], mine)
+        root = e.asm("sqrt.rn.f32 $0, $1;", mine.type, "=f,f", e.fma(mine, inverse, epsilon))
+        return e.asm("rcp.rn.f32 $0, $1;", mine.type, "=f,f", root)
+
+    return factors
+
+
+def row_at(e: Emitter, index: Any, place: Any, rows: Any) -> Any:
+    """index[place], where places past the last row repeat it."""
+    last = e.b.sub(rows, e.u32(1))
+    return e.load(index, e.b.select(e.b.icmp_signed("<", place, last), place, last), 1)[0]
+
+
+def _lane_sums(e: Emitter, squares: Any, starts: list[Any], tiles: Any, lane: Any) -> list[Any]:
+    """For each row the sum of squares[start], [start + 32], ... below the row's end, in that order."""
+    b = e.b
+    cells = [e.variable(e.f32(0.0)) for _ in starts]
+    with e.loop(lane, tiles, 32) as i:
+        step = b.sub(i, lane)
+        for cell, start in zip(cells, starts, strict=True):
+            value = e.real(e.load(b.bitcast(squares, e.word_pointer), b.add(start, step), 1)[0])
+            b.store(e.add(b.load(cell), value), cell)
+    return [b.load(cell) for cell in cells]
 
 
 NORM = types.Tuple((F32Ptr, i32, f32, f32))  # squares [row, tiles], tiles, 1 / K, epsilon
-
-
-def _fetch(form: Format, mt: int, depth: int) -> Any:
-    """Macro: the codes and scales of `depth` units from `unit` on, zeros from `end` on."""
-    cw, sw, vectors = form.code_words, form.scale_words, form.vectors
-
-    @macro(words(depth * mt * (cw + sw)))
-    def fetch(
-        e: Emitter, codes: Any, scales: Any, tile: Any, tiles: Any, units: Any, unit: Any, end: Any, lane: Any
-    ) -> Any:
-        out = []
-        last = e.b.sub(tiles, e.u32(1))
-        group = e.b.lshr(lane, e.u32(2))
-        for d in range(depth):
-            at = e.b.add(unit, e.u32(d))
-            valid = e.b.icmp_signed("<", at, end)
-            at = e.b.select(valid, at, e.b.sub(end, e.u32(1)))
-            for m in range(mt):
-                row = e.b.add(tile, e.u32(m))
-                row = e.b.select(e.b.icmp_signed("<", row, last), row, last)
-                base = e.i64(e.b.add(e.b.mul(row, units), at))
-                word = e.b.add(e.b.mul(base, e.i64(32 * cw)), e.i64(e.b.shl(lane, e.u32(2))))
-                got = [v for i in range(vectors) for v in e.load_once(codes, e.b.add(word, e.i64(128 * i)), 4)]
-                if form.scale == "none":
-                    out += [e.b.select(valid, v, e.u32(0)) for v in got]
-                    continue
-                step = min(4, sw)
-                word = e.b.add(e.b.mul(base, e.i64(8 * sw)), e.i64(e.b.mul(group, e.u32(sw))))
-                raw = [v for i in range(0, sw, step) for v in e.load_once(scales, e.b.add(word, e.i64(i)), step)]
-                out += got + [e.b.select(valid, v, e.u32(0)) for v in raw]
-        return out
-
-    return fetch
-
-
-def _global_step(form: Format, mt: int, nt: int, depth: int) -> Any:
-    """Macro: add `depth` fetched units to acc, activations from global memory at word offsets `x_at` [nt]."""
-    each = form.code_words + form.scale_words
-
-    @macro(lambda acc, *rest: acc)
-    def step(
-        e: Emitter, acc: Any, fetched: Any, x: Any, x_at: Any, half_pitch: Any, unit: Any, end: Any, lane: Any
-    ) -> Any:
-        for d in range(depth):
-            at = e.b.add(unit, e.u32(d))
-            at = e.b.select(e.b.icmp_signed("<", at, end), at, e.b.sub(end, e.u32(1)))
-            offset = e.b.shl(at, e.u32(5))
-
-            def load_x(n: int, half: int, offset: Any = offset) -> tuple[list[Any], list[Any]]:
-                word = e.b.add(e.b.add(x_at[n], offset), e.u32(16 * half))
-                return e.load(x, word, 4), e.load(x, e.b.add(word, half_pitch), 4)
-
-            own = fetched[d * mt * each : (d + 1) * mt * each]
-            codes = [w for m in range(mt) for w in own[m * each : m * each + form.code_words]]
-            scales = [w for m in range(mt) for w in own[m * each + form.code_words : (m + 1) * each]]
-            acc = unit_step(e, form, mt, nt, acc, codes, scales, load_x, lane)
-        return acc
-
-    return step
-
-
-def _x_offsets(nt: int) -> Any:
-    """Macro: word offset of each row group's activations for this lane; rows past the last repeat it."""
-
-    @macro(types.UniTuple(i32, nt))
-    def offsets(e: Emitter, index: Any, first: Any, rows: Any, pitch: Any, lane: Any) -> Any:
-        group, t = e.b.lshr(lane, e.u32(2)), e.b.and_(lane, e.u32(3))
-        out = []
-        for n in range(nt):
-            row = e.b.add(e.b.add(first, group), e.u32(8 * n))
-            row = e.b.select(e.b.icmp_signed("<", row, rows), row, e.b.sub(rows, e.u32(1)))
-            row = e.load(index, row, 1)[0]
-            out.append(e.b.add(e.b.mul(row, pitch), e.b.shl(t, e.u32(2))))
-        return out
-
-    return offsets
-
-
-def _store_sums(mt: int, nt: int) -> Any:
-    """Macro: acc [mt, nt, 4] -> shared memory [part, lane, 4] from a byte offset on, `stride` bytes a part."""
-
-    @macro(None)
-    def store(e: Emitter, acc: Any, offset: Any, stride: int) -> None:
-        for i in range(mt * nt):
-            at = e.b.add(offset, e.b.mul(stride, e.u32(i)))
-            e.store_shared(at, [e.bits(v) for v in acc[4 * i : 4 * i + 4]])
-
-    return store
-
-
-def slice_kernel(form: Format, shape: SliceShape, epilogue: Any) -> Any:
-    """A kernel for few rows: each of `slices` warps multiplies its slice of K, then the sums are added in order.
-
-    Grid: (blocks of `shape.features` features, blocks of `shape.rows` rows); block: `shape.threads`; shared memory:
-    sums [slice, part, lane, 4] and norm factors [rows]. Arguments: codes, scales (layout.py); x, index [rows] (which
-    row of x; the identity but for the head), rows, units; norm (see NORM; squares of length 0 tiles: no norm); out:
-    the epilogue's own tuple. Twin: `layout.restore` and a float64 product.
-    """
-    slices, mt, nt, groups, depth = shape.slices, shape.mt, shape.nt, shape.groups, shape.depth
-    fetch, step, store = _fetch(form, mt, depth), _global_step(form, mt, nt, depth), _store_sums(mt, nt)
-    offsets, zero = _x_offsets(nt), zeros(4 * mt * nt)
-    parts, warps = mt * nt, slices * groups
-    factors = 512 * warps * parts  # byte offset of the norm factors
-
-    def kernel(codes, scales, x, index, rows, units, tiles, norm, out):
-        lane = cuda.threadIdx.x & 31
-        warp = cuda.threadIdx.x >> 5
-        slice_ = warp % slices
-        group = warp // slices
-        tile = (cuda.blockIdx.x * groups + group) * mt
-        first_row = cuda.blockIdx.y * (8 * nt)
-        unit = first_unit(slice_, units, slices)
-        end = first_unit(slice_ + 1, units, slices)
-        acc = zero()
-        ahead = fetch(codes, scales, tile, tiles, units, unit, end, lane)
-        let_next_start()
-        wait_for_previous()
-        x_at = offsets(index, first_row, rows, units * 64, lane)
-        while unit + depth < end:
-            now = ahead
-            ahead = fetch(codes, scales, tile, tiles, units, unit + depth, end, lane)
-            acc = step(acc, now, x, x_at, units * 32, unit, end, lane)
-            unit += depth
-        acc = step(acc, ahead, x, x_at, units * 32, unit, end, lane)
-        store(acc, ((group * parts) * slices + slice_) * 512 + lane * 16, slices * 512)
-        squares, norm_tiles, inverse, epsilon = norm
-        if norm_tiles > 0:
-            for i in range(warp, min(8 * nt, rows - first_row), warps):
-                factor = norm_factor(squares, index[first_row + i], norm_tiles, inverse, epsilon, lane)
-                store_shared1(factors + 4 * i, factor)
-        cuda.syncthreads()
-        for i in range(warp, groups * parts, warps):
-            total = load_shared4((i * slices) * 512 + lane * 16)
-            a0, a1, b0, b1 = total
-            for s in range(1, slices):
-                more = load_shared4((i * slices + s) * 512 + lane * 16)
-                a0, a1 = add(a0, more[0]), add(a1, more[1])
-                b0, b1 = add(b0, more[2]), add(b1, more[3])
-            column = (i % nt) * 8 + (lane & 3) * 2
-            if norm_tiles > 0:
-                r0 = load_shared1(factors + 4 * column)
-                r1 = load_shared1(factors + 4 * column + 4)
-                a0, b0 = mul(a0, r0), mul(b0, r0)
-                a1, b1 = mul(a1, r1), mul(b1, r1)
-            at = (cuda.blockIdx.x * groups + i // parts) * mt + (i % parts) // nt
-            epilogue(out, a0, a1, b0, b1, at, at < tiles, first_row + column, rows, lane)
-
-    return kernel
-
-
-# -- many rows
-
-
-def _stage(form: Format, shape: TileShape) -> Any:
-    """Macro: start copying one unit (activations, codes, scales) to shared memory at a byte offset.
-
-    Activations lie as [high or low][row][8 chunks of 16 bytes], odd rows with their halves swapped, so that the 16-byte
-    reads of two neighbouring rows touch different banks.
-    """
-    threads, plane = shape.threads, shape.rows * UNIT * 2
-    tiles, code_chunks, scale_chunks = shape.mt * shape.across, 8 * form.code_words, 2 * form.scale_words
-
-    def each(e: Emitter, thread: Any, count: int, copy: Callable[[Any], None]) -> None:
-        """`copy(i)` for the i of this thread among `count`."""
-        for start in range(0, count, threads):
-            i = e.b.add(thread, e.u32(start))
-            if start + threads <= count:
-                copy(i)
-                continue
-            with e.b.if_then(e.b.icmp_unsigned("<", i, e.u32(count))):
-                copy(i)
-
-    @macro(None)
-    def stage(
-        e: Emitter, offset: Any, codes: Any, scales: Any, x: Any, x_rows: Any, tile: Any, tiles_all: Any, units: Any,
-        unit: Any, thread: Any,
-    ) -> None:  # fmt: skip
-        b, last = e.b, e.b.sub(tiles_all, e.u32(1))
-
-        def copy_x(i: Any) -> None:
-            row, chunk = b.lshr(i, e.u32(4)), b.and_(i, e.u32(15))
-            low, column = b.lshr(chunk, e.u32(3)), b.and_(chunk, e.u32(7))
-            place = b.xor(column, b.shl(b.and_(row, e.u32(1)), e.u32(2)))
-            target = b.add(b.mul(low, e.u32(plane)), b.add(b.shl(row, e.u32(7)), b.shl(place, e.u32(4))))
-            base = e.load_shared(b.add(x_rows, b.shl(row, e.u32(2))), 1)[0]
-            word = b.add(b.mul(b.add(b.shl(base, e.u32(1)), low), b.shl(units, e.u32(5))), b.shl(unit, e.u32(5)))
-            e.copy_async(b.add(offset, target), x, b.add(word, b.shl(column, e.u32(2))))
-
-        def copy_part(pointer: Any, chunks: int, start: int) -> Callable[[Any], None]:
-            def copy(i: Any) -> None:
-                of, chunk = b.udiv(i, e.u32(chunks)), b.urem(i, e.u32(chunks))
-                at = b.add(tile, of)
-                at = b.select(b.icmp_signed("<", at, last), at, last)
-                base = e.i64(b.add(b.mul(at, units), unit))
-                word = b.add(b.mul(base, e.i64(4 * chunks)), e.i64(b.shl(chunk, e.u32(2))))
-                e.copy_async(b.add(offset, b.add(e.u32(start), b.shl(i, e.u32(4)))), pointer, word)
-
-            return copy
-
-        each(e, thread, shape.rows * 16, copy_x)
-        each(e, thread, tiles * code_chunks, copy_part(codes, code_chunks, 2 * plane))
-        if scale_chunks:
-            start = 2 * plane + tiles * code_chunks * 16
-            each(e, thread, tiles * scale_chunks, copy_part(scales, scale_chunks, start))
-
-    return stage
-
-
-def _shared_step(form: Format, shape: TileShape) -> Any:
-    """Macro: add the unit staged at a byte offset to acc."""
-    mt, nt, plane = shape.mt, shape.nt, shape.rows * UNIT * 2
-    cw, sw = form.code_words, form.scale_words
-    scales_at = 2 * plane + mt * shape.across * 128 * cw
-
-    @macro(lambda acc, *rest: acc)
-    def step(e: Emitter, acc: Any, offset: Any, warp: Any, lane: Any) -> Any:
-        b = e.b
-        tile = b.mul(b.urem(warp, e.u32(shape.across)), e.u32(mt))
-        row = b.add(b.mul(b.udiv(warp, e.u32(shape.across)), e.u32(8 * nt)), b.lshr(lane, e.u32(2)))
-        swap, t = b.and_(b.lshr(lane, e.u32(2)), e.u32(1)), b.and_(lane, e.u32(3))
-        x_at = b.add(offset, b.add(b.shl(row, e.u32(7)), b.shl(t, e.u32(4))))
-        halves = [b.add(x_at, b.shl(b.xor(swap, e.u32(half)), e.u32(6))) for half in (0, 1)]
-        codes, scales = [], []
-        for m in range(mt):
-            at = b.add(offset, b.mul(b.add(tile, e.u32(m)), e.u32(128 * cw)))
-            at = b.add(at, b.add(e.u32(2 * plane), b.shl(lane, e.u32(4))))
-            for i in range(form.vectors):
-                codes += e.load_shared(b.add(at, e.u32(512 * i)), 4)
-            if sw:
-                at = b.add(b.mul(b.add(tile, e.u32(m)), e.u32(32 * sw)), b.mul(b.lshr(lane, e.u32(2)), e.u32(4 * sw)))
-                for i in range(0, sw, min(4, sw)):
-                    scales += e.load_shared(b.add(offset, b.add(at, e.u32(scales_at + 4 * i))), min(4, sw))
-
-        def load_x(n: int, half: int) -> tuple[list[Any], list[Any]]:
-            at = b.add(halves[half], e.u32(1024 * n))
-            return e.load_shared(at, 4), e.load_shared(b.add(at, e.u32(plane)), 4)
-
-        return unit_step(e, form, mt, nt, acc, codes, scales, load_x, lane)
-
-    return step
-
-
-def _add_sums(parts: int, threads: int) -> Any:
-    """Macro: add acc [parts, 4] to the totals in shared memory [part, thread, 4]; `first`: store it."""
-
-    @macro(None)
-    def add(e: Emitter, acc: Any, offset: Any, first: Any) -> None:
-        fresh = e.b.icmp_unsigned("!=", first, e.u32(0))
-        for i in range(parts):
-            at = e.b.add(offset, e.u32(16 * threads * i))
-            own = acc[4 * i : 4 * i + 4]
-            old = e.load_shared(at, 4)
-            sums = [e.b.select(fresh, v, e.add(e.real(o), v)) for o, v in zip(old, own, strict=True)]
-            e.store_shared(at, [e.bits(v) for v in sums])
-
-    return add
-
-
-def tile_kernel(form: Format, shape: TileShape, epilogue: Any) -> Any:
-    """A kernel for many rows: the same operations as `slice_kernel`, slice after slice in each warp.
-
-    Grid: (blocks of `shape.rows` rows, blocks of `shape.features` features): neighbours share weights in L2. Shared
-    memory: rows of x and norm factors [rows], totals [part, thread, 4], then `stages` stages of one unit.
-    """
-    slices, mt, nt, stages, threads = shape.slices, shape.mt, shape.nt, shape.stages, shape.threads
-    rows_a_block, parts, warps = shape.rows, shape.mt * shape.nt, shape.threads // 32
-    stage, step, add_sums = _stage(form, shape), _shared_step(form, shape), _add_sums(parts, threads)
-    zero, wait = zeros(4 * parts), copy_wait(stages - 2)
-    totals = 4 * rows_a_block
-    ring = totals + 16 * parts * threads
-    stage_bytes = shape.stage_bytes(form)
-    across = shape.across
-
-    def kernel(codes, scales, x, index, rows, units, tiles, norm, out):
-        thread = cuda.threadIdx.x
-        lane = thread & 31
-        warp = thread >> 5
-        first_row = cuda.blockIdx.x * rows_a_block
-        tile = cuda.blockIdx.y * (mt * across)
-        let_next_start()
-        wait_for_previous()
-        for i in range(thread, rows_a_block, threads):
-            _store_index(4 * i, index[min(first_row + i, rows - 1)])
-        cuda.syncthreads()
-        for ahead in range(stages - 1):
-            if ahead < units:
-                stage(ring + ahead * stage_bytes, codes, scales, x, 0, tile, tiles, units, ahead, thread)
-            copy_commit()
-        for s in range(slices):
-            acc = zero()
-            for unit in range(first_unit(s, units, slices), first_unit(s + 1, units, slices)):
-                wait()
-                cuda.syncthreads()
-                ahead = unit + stages - 1
-                if ahead < units:
-                    at = ring + ahead % stages * stage_bytes
-                    stage(at, codes, scales, x, 0, tile, tiles, units, ahead, thread)
-                copy_commit()
-                acc = step(acc, ring + unit % stages * stage_bytes, warp, lane)
-            add_sums(acc, totals + 16 * thread, 1 if s == 0 else 0)
-        squares, norm_tiles, inverse, epsilon = norm
-        if norm_tiles > 0:
-            cuda.syncthreads()
-            for i in range(warp, min(rows_a_block, rows - first_row), warps):
-                factor = norm_factor(squares, index[first_row + i], norm_tiles, inverse, epsilon, lane)
-                store_shared1(4 * i, factor)
-        cuda.syncthreads()
-        for i in range(parts):
-            a0, a1, b0, b1 = load_shared4(totals + (i * threads + thread) * 16)
-            column = (warp // across) * (8 * nt) + (i % nt) * 8 + (lane & 3) * 2
-            if norm_tiles > 0:
-                r0 = load_shared1(4 * column)
-                r1 = load_shared1(4 * column + 4)
-                a0, b0 = mul(a0, r0), mul(b0, r0)
-                a1, b1 = mul(a1, r1), mul(b1, r1)
-            at = tile + (warp % across) * mt + i // nt
-            epilogue(out, a0, a1, b0, b1, at, at < tiles, first_row + column, rows, lane)
-
-    return kernel
-
-
-@macro(None)
-def _store_index(e: Emitter, offset: Any, value: Any) -> None:
-    e.store_shared(offset, [value])
 
 
 def signature(out: Any) -> Any:

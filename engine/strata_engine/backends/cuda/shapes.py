@@ -16,15 +16,27 @@ THREADS = 32 * WARPS  # of an attention block
 class SliceShape:
     """Compile-time shape of a slice kernel."""
 
-    slices: int
-    mt: int = 1  # tiles a warp
-    nt: int = 1  # groups of 8 rows a warp
-    groups: int = 1  # groups of `mt` tiles a block
-    depth: int = 1  # units fetched ahead
-    threads = property(lambda self: 32 * self.slices * self.groups)
-    features = property(lambda self: TILE * self.mt * self.groups)
+    slices: int  # worker warps
+    mt: int = 1  # tiles a warp; divides the matrix's tiles
+    nt: int = 1  # groups of 8 rows
+    stages: int = 8  # units whose weights are under way
+    # a finishing warp has one row group; with one row group, one tile
+    finishing = property(lambda self: self.mt if self.nt == 1 else self.nt)
+    threads = property(lambda self: 32 * (self.slices + self.finishing))
     rows = property(lambda self: 8 * self.nt)
-    shared_bytes = property(lambda self: 512 * self.slices * self.groups * self.mt * self.nt + 4 * self.rows)
+    part_bytes = property(lambda self: 512 * self.slices * self.mt * self.nt)
+    # a power of two, so that the two sets of sums are told apart by one bit
+    set_bytes = property(lambda self: 1 << (self.part_bytes - 1).bit_length())
+
+    def unit_bytes(self, form: Format) -> int:
+        """Bytes of a unit of a tile in a ring: codes, and each lane's own scales."""
+        return 512 * form.vectors + 128 * form.scale_words
+
+    def slot_bytes(self, form: Format) -> int:
+        return self.mt * self.unit_bytes(form)
+
+    def shared_bytes(self, form: Format) -> int:
+        return 2 * self.set_bytes + self.slices * self.stages * self.slot_bytes(form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +58,7 @@ class TileShape:
         return x + self.mt * self.across * (128 * form.code_words + 32 * form.scale_words)
 
     def shared_bytes(self, form: Format) -> int:
-        sums = 16 * self.mt * self.nt * self.threads if self.slices > 1 else 0
-        return 4 * self.rows + max(16 * self.mt * self.nt * self.threads, sums) + self.stages * self.stage_bytes(form)
+        return 4 * self.rows + 16 * self.mt * self.nt * self.threads + self.stages * self.stage_bytes(form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,10 @@ class AttentionShape:
 
 class Logits(NamedTuple):
     logits: Any  # float32 [rows, vocab]
+    top: Any  # float32 [rows, tiles]: the largest of each tile
+    best: Any  # int32 [rows, tiles]: its index
     vocab: Any
+    tiles: Any
 
 
 class Swiglu(NamedTuple):
@@ -94,15 +108,14 @@ class Heads(NamedTuple):
     keys: Any  # words [page, kv head, part, cell, cell_dim / 2]
     values: Any  # halves [page, kv head, part, cell_dim, cell]
     position: Any  # int32 [rows]; -1: padding
-    slot: Any  # int32 [rows]
-    pages: Any  # int32 [slots, pages a slot]
+    cell: Any  # int32 [rows]: page * 64 + cell of the page, where the row's key and value go
     rope: Any  # float32 [positions, rope_dims / 2, 2]: cosine, sine
     heads: Any
     kv_heads: Any
     head_dim: Any
     cell_dim: Any  # head_dim padded to 64; the padding of queries and cells stays zero
     rope_dims: Any
-    pages_a_slot: Any
+    first: Any  # the matrix's first feature
     parts: Any  # 1: cells of halves; 2: high and low halves
     scale: Any  # log2(e) / sqrt(head_dim)
 

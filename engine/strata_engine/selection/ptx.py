@@ -1,0 +1,269 @@
+"""What the selection kernels need beyond plain numba.cuda: 16-byte loads, bit casts, sums over a warp or a block.
+
+Under `NUMBA_ENABLE_CUDASIM=1` each has a stand-in that Python can run, so that the kernels can be tested without a
+GPU. The stand-ins meet at barriers: kernels call the warp functions from all threads of a block, or from none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from numba import cuda as numba_cuda
+from numba.core import config
+
+cuda: Any = numba_cuda  # its type stubs do not know what may be called inside a kernel
+
+SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
+THREADS = 64 if SIMULATED else 512  # a block
+WARPS = THREADS // 32
+ALL_LANES = 0xFFFFFFFF
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """Jit a kernel of THREADS threads a block, two blocks of which fit on a multiprocessor."""
+    return cuda.jit(function) if SIMULATED else cuda.jit(launch_bounds=(THREADS, 2))(function)
+
+
+def compile_ptx(kernel: Any, signature: tuple[Any, ...], cc: tuple[int, int]) -> str:
+    """The PTX of a kernel for compute capability `cc`; no GPU and no driver are needed.
+
+    numba asks the current device for the capability of each device function: here it is told `cc`.
+    """
+    device = SimpleNamespace(compute_capability=cc)
+    with mock.patch("numba.cuda.dispatcher.get_current_device", lambda: device):
+        return cuda.compile_ptx(kernel.py_func, signature, cc=cc, **_options(kernel))[0]
+
+
+def _options(kernel: Any) -> dict[str, Any]:
+    """The target options of a jitted kernel that the compiler function takes."""
+    return {"launch_bounds": kernel.targetoptions.get("launch_bounds"), "fastmath": False, "opt": True}
+
+
+if SIMULATED:
+
+    def load4(row, index):
+        return row[index], row[index + 1], row[index + 2], row[index + 3]
+
+    def load_fresh(array, index):
+        return array[index]
+
+    def prefetch(row, index):
+        pass
+
+    def onward(i, step):
+        return np.int32(i + step)
+
+    def float_bits(x):
+        return np.float32(x).view(np.uint32)
+
+    def bits_float(bits):
+        return np.uint32(bits).view(np.float32)
+
+    @cuda.jit(device=True)
+    def _gather(value):
+        """Every thread's value, as a list; all threads of the block take part."""
+        box = cuda.shared.array(THREADS, np.int64)
+        cuda.syncthreads()
+        box[cuda.threadIdx.x] = value
+        cuda.syncthreads()
+        return [int(v) for v in box]
+
+    @cuda.jit(device=True)
+    def sum_above(value, scratch):
+        return sum(_gather(value)[cuda.threadIdx.x + 1 :])
+
+    @cuda.jit(device=True)
+    def sum_below(value, scratch):
+        return sum(_gather(value)[: cuda.threadIdx.x])
+
+    @cuda.jit(device=True)
+    def warp_scan(value):
+        first = cuda.threadIdx.x // 32 * 32
+        warp = _gather(value)[first : first + 32]
+        return sum(warp[: cuda.threadIdx.x % 32]), sum(warp)
+
+    @cuda.jit(device=True)
+    def warp_min(value):
+        first = cuda.threadIdx.x // 32 * 32
+        return np.uint32(min(_gather(value)[first : first + 32]))
+
+    @cuda.jit(device=True)
+    def warp_kth_largest(value, k):
+        first = cuda.threadIdx.x // 32 * 32
+        return np.uint32(sorted(_gather(value)[first : first + 32])[-k])
+
+else:
+    from llvmlite import ir
+    from numba import types
+    from numba.cuda.extending import intrinsic
+
+    F32, U32 = ir.FloatType(), ir.IntType(32)
+
+    @intrinsic
+    def load4(typingctx, row, index):
+        """Four float32 of a C-contiguous row from a 16-byte aligned address, as a tuple.
+
+        The load is pinned (a side effect to the compiler), so that one written before a barrier is issued before it.
+        """
+        signature = types.UniTuple(types.float32, 4)(row, types.int64)
+
+        def codegen(context, builder, sig, args):
+            array = context.make_array(sig.args[0])(context, builder, value=args[0])
+            pointer = builder.gep(array.data, [args[1]])
+            result = ir.LiteralStructType([F32] * 4)
+            asm = ir.InlineAsm(
+                ir.FunctionType(result, [pointer.type]),
+                "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];",
+                "=f,=f,=f,=f,l",
+                side_effect=True,
+            )
+            loaded = builder.call(asm, [pointer])
+            return context.make_tuple(builder, sig.return_type, [builder.extract_value(loaded, i) for i in range(4)])
+
+        return signature, codegen
+
+    @intrinsic
+    def prefetch(typingctx, row, index):
+        """Start bringing the 128 bytes around element `index` of a row to L2."""
+
+        def codegen(context, builder, sig, args):
+            array = context.make_array(sig.args[0])(context, builder, value=args[0])
+            pointer = builder.gep(array.data, [args[1]])
+            kind = ir.FunctionType(ir.VoidType(), [pointer.type])
+            builder.call(ir.InlineAsm(kind, "prefetch.global.L2 [$0];", "l", side_effect=True), [pointer])
+            return context.get_dummy_value()
+
+        return types.void(row, types.int64), codegen
+
+    @intrinsic
+    def onward(typingctx, i, step):
+        """i + step, int32, in a way that no compiler sees through, so that the loop it drives is not unrolled.
+
+        For loops of few rounds: code that runs once costs more to fetch and to issue than a branch does.
+        """
+
+        def codegen(context, builder, sig, args):
+            asm = ir.InlineAsm(ir.FunctionType(U32, [U32, U32]), "add.s32 $0, $1, $2;", "=r,r,r", side_effect=True)
+            return builder.call(asm, args)
+
+        return types.int32(types.int32, types.int32), codegen
+
+    @intrinsic
+    def load_fresh(typingctx, array, index):
+        """A 32-bit word of a 1-D array that other blocks write while this kernel runs, from L2; not reordered."""
+
+        def codegen(context, builder, sig, args):
+            box = context.make_array(sig.args[0])(context, builder, value=args[0])
+            pointer = builder.gep(box.data, [args[1]])
+            kind = ir.FunctionType(U32, [pointer.type])
+            asm = ir.InlineAsm(kind, "ld.global.cg.u32 $0, [$1];", "=r,l,~{memory}", side_effect=True)
+            return builder.call(asm, [pointer])
+
+        return array.dtype(array, types.int64), codegen
+
+    def _bitcast(source: Any, target: Any, llvm: Any) -> Callable[..., Any]:
+        def cast(typingctx, value):
+            def codegen(context, builder, sig, args):
+                return builder.bitcast(args[0], llvm)
+
+            return target(source), codegen
+
+        return intrinsic(cast)
+
+    float_bits = _bitcast(types.float32, types.uint32, U32)
+    bits_float = _bitcast(types.uint32, types.float32, F32)
+
+    @cuda.jit(device=True)
+    def _warp_sum(value):
+        """The sum of an int32 over the warp, in every lane."""
+        step = 16
+        while step > 0:
+            value = np.int32(value + cuda.shfl_xor_sync(ALL_LANES, value, step))
+            step //= 2
+        return value
+
+    @cuda.jit(device=True)
+    def sum_above(value, scratch):
+        """The sum of `value` over the block's threads above this one, int32; one barrier.
+
+        `scratch`: uint32 [WARPS] of shared memory that nobody else uses until the next barrier after this call.
+        """
+        lane, warp = cuda.laneid, cuda.threadIdx.x >> 5
+        total = np.int32(value)
+        step = 1
+        while step < 32:
+            other = cuda.shfl_down_sync(ALL_LANES, total, step)
+            if lane + step < 32:
+                total = np.int32(total + other)
+            step *= 2
+        if lane == 0:
+            scratch[warp] = total
+        cuda.syncthreads()
+        others = np.int32(scratch[lane]) if warp < lane < WARPS else np.int32(0)
+        return np.int32(total - value + _warp_sum(others))
+
+    @cuda.jit(device=True)
+    def sum_below(value, scratch):
+        """The sum of `value` over the block's threads below this one; otherwise as `sum_above`."""
+        lane, warp = cuda.laneid, cuda.threadIdx.x >> 5
+        total = np.int32(value)
+        step = 1
+        while step < 32:
+            other = cuda.shfl_up_sync(ALL_LANES, total, step)
+            if lane >= step:
+                total = np.int32(total + other)
+            step *= 2
+        if lane == 31:
+            scratch[warp] = total
+        cuda.syncthreads()
+        others = np.int32(scratch[lane]) if lane < warp else np.int32(0)
+        return np.int32(total - value + _warp_sum(others))
+
+    @cuda.jit(device=True)
+    def _warp_max(value):
+        """The largest int32 of the warp."""
+        step = 16
+        while step > 0:
+            value = max(value, cuda.shfl_xor_sync(ALL_LANES, value, step))
+            step //= 2
+        return value
+
+    @cuda.jit(device=True)
+    def _signed(key):
+        """uint32 -> int32 of the same order: shuffles move signed words."""
+        return np.int32(key ^ np.uint32(0x80000000))
+
+    @cuda.jit(device=True)
+    def warp_scan(value):
+        """(sum of `value` over the warp's lanes below this one, over all lanes), int32; cheap where all are 0."""
+        if not cuda.any_sync(ALL_LANES, value != 0):
+            return np.int32(0), np.int32(0)
+        total = np.int32(value)
+        step = 1
+        while step < 32:
+            other = cuda.shfl_up_sync(ALL_LANES, total, step)
+            if cuda.laneid >= step:
+                total = np.int32(total + other)
+            step *= 2
+        return np.int32(total - value), cuda.shfl_sync(ALL_LANES, total, 31)
+
+    @cuda.jit(device=True)
+    def warp_min(value):
+        """The smallest uint32 of the warp, in every lane."""
+        return np.uint32(np.uint32(_warp_max(_signed(np.uint32(~value)))) ^ np.uint32(0x7FFFFFFF))
+
+    @cuda.jit(device=True)
+    def warp_kth_largest(value, k):
+        """The k-th largest uint32 of the warp, k = 1..32."""
+        mine = _signed(value)
+        kth = mine
+        for _ in range(k):
+            kth = _warp_max(mine)
+            holders = cuda.ballot_sync(ALL_LANES, mine == kth)
+            if cuda.laneid == cuda.ffs(holders) - 1:
+                mine = np.int32(-0x80000000)
+        return np.uint32(kth) ^ np.uint32(0x80000000)

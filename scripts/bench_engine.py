@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Speed of a backend: decoding at 1, 8 and 32 requests, reading prompts of 512, 4,096 and 32,768 rows.
+
+    python scripts/bench_engine.py model.gguf --device cuda --json result.json
+
+Drives the backend itself, without scheduler or socket. Decoding is greedy, each step's token fed to the next, after a
+context of --fill rows. "GB/s" counts the bytes a step must read: every weight once, and the cells of each request;
+"share" is that over the copy bandwidth measured in the same run (device to device, or memory to memory on a CPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from strata_engine.backends import open_backend
+from strata_engine.backends.base import Backend
+from strata_engine.model import Model, load_model
+from strata_engine.params import GenParams
+from strata_engine.progress import NoProgress
+from strata_engine.rows import Draw, Int32, Rows
+
+NO_HISTORY = np.empty(0, np.int32)
+COPY_BYTES = 1 << 30
+
+
+@dataclass(slots=True)
+class Result:
+    """One line of the table."""
+
+    what: str
+    tokens_per_s: float
+    ms_per_step: float
+    gb_per_s: float | None = None  # None where arithmetic, not memory, is the limit
+    share: float | None = None
+
+
+def greedy(count: int) -> list[Draw]:
+    return [Draw(GenParams(), 0, NO_HISTORY) for _ in range(count)]
+
+
+def chunk(slot: int, first: int, count: int, vocab: int, wanted: bool) -> Rows:
+    """`count` prompt rows of a slot from position `first` on."""
+    position = np.arange(first, first + count, dtype=np.int32)
+    token = (position * 7919 + slot * 104729) % vocab
+    last = np.array([count - 1] if wanted else [], np.int32)
+    return Rows(np.full(count, slot, np.int32), position, token.astype(np.int32), last)
+
+
+def read_prompt(backend: Backend, slot: int, count: int) -> None:
+    """A prompt in chunks of the most rows a step, then its first token."""
+    for first in range(0, count, backend.max_rows):
+        size = min(backend.max_rows, count - first)
+        backend.forward(chunk(slot, first, size, backend.vocab, first + size == count))
+    backend.choose(greedy(1))
+
+
+def decode(backend: Backend, slots: int, position: int, steps: int) -> Iterator[float]:
+    """Seconds of each of `steps` steps with one row a slot."""
+    slot = np.arange(slots, dtype=np.int32)
+    token: Int32 = np.ones(slots, np.int32)
+    draws = greedy(slots)
+    for step in range(steps):
+        begun = time.perf_counter()
+        backend.forward(Rows(slot, np.full(slots, position + step, np.int32), token, slot))
+        token = np.array([choice.token for choice in backend.choose(draws)], np.int32)
+        yield time.perf_counter() - begun
+
+
+def weight_bytes(model: Model) -> int:
+    """Bytes of the tensors that every step reads: all but an embedding that is not the head as well."""
+    path = pathlib.Path(model.path)
+    size = path.stat().st_size
+    return size if model.tied else size - model.embedding().codes.size * size // _values(model)
+
+
+def _values(model: Model) -> int:
+    g = model.geometry
+    layer = g.width * (2 * g.q_width + 2 * g.kv_width + 3 * g.ff)
+    return g.layers * layer + g.vocab * g.width * (1 if model.tied else 2)
+
+
+def cell_bytes(model: Model, kv: str) -> int:
+    """Bytes of one cell of all layers."""
+    return model.geometry.layers * 2 * model.geometry.kv_width * (2 if kv == "f16" else 4)
+
+
+def bench_decode(backend: Backend, model: Model, kv: str, slots: int, fill: int, steps: int, copy: float) -> Result:
+    for slot in range(slots):
+        read_prompt(backend, slot, fill)
+    list(decode(backend, slots, fill, 8))
+    times = list(decode(backend, slots, fill + 8, steps))
+    step = statistics.median(times)
+    rate = (weight_bytes(model) + slots * (fill + 8 + steps / 2) * cell_bytes(model, kv)) / step
+    return Result(f"decode, {slots} requests", slots / step, step * 1e3, rate / 1e9, rate / copy)
+
+
+def bench_prompt(backend: Backend, rows: int, repeats: int) -> Result:
+    times = []
+    for _ in range(repeats + 1):  # the first warms up
+        begun = time.perf_counter()
+        read_prompt(backend, 0, rows)
+        times.append(time.perf_counter() - begun)
+    best = statistics.median(times[1:])
+    return Result(f"prompt, {rows} rows", rows / best, best * 1e3)
+
+
+def copy_bandwidth(backend: Backend) -> float:
+    """Bytes a second read and written by a large copy."""
+    measure = getattr(backend, "copy_bandwidth", None)
+    if measure is not None:
+        return measure()
+    source = np.ones(COPY_BYTES // 8)
+    target = np.empty_like(source)
+    times = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - begun)
+    return 2 * COPY_BYTES / min(times)
+
+
+def show(result: Result) -> None:
+    rate = "" if result.gb_per_s is None else f"{result.gb_per_s:10.0f} GB/s {100 * (result.share or 0):5.0f} %"
+    print(f"{result.what:24} {result.tokens_per_s:12,.0f} tok/s {result.ms_per_step:10.3f} ms{rate}", flush=True)
+
+
+def run(args: argparse.Namespace) -> dict:
+    begun = time.perf_counter()
+    model = load_model(args.model)
+    slots = max(args.requests, default=1)
+    context = max([args.fill + args.steps + 16, *args.prompts])
+    backend = open_backend(
+        model, device=args.device, context=context, slots=slots, threads=args.threads, kv=args.kv, progress=NoProgress()
+    )
+    ready = time.perf_counter() - begun
+    copy = copy_bandwidth(backend)
+    print(f"{args.model} on {backend.device}, cells {args.kv}; ready after {ready:.1f} s; copy {copy / 1e9:,.0f} GB/s")
+    results = []
+    for count in args.requests:
+        results.append(bench_decode(backend, model, args.kv, count, args.fill, args.steps, copy))
+        show(results[-1])
+    for rows in args.prompts:
+        results.append(bench_prompt(backend, rows, args.repeats))
+        show(results[-1])
+    backend.close()
+    return {"model": args.model, "device": backend.device, "kv": args.kv, "ready_s": ready, "copy_gb_per_s": copy / 1e9,
+            "fill": args.fill, "results": [asdict(result) for result in results]}  # fmt: skip
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
+    parser.add_argument("--kv", default="f16", choices=["f16", "f32"])
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--requests", type=numbers, default=[1, 8, 32], help="request counts, e.g. 1,8,32")
+    parser.add_argument("--prompts", type=numbers, default=[512, 4096, 32768], help="prompt lengths")
+    parser.add_argument("--fill", type=int, default=128, help="context of each request before decoding")
+    parser.add_argument("--steps", type=int, default=128, help="decode steps measured")
+    parser.add_argument("--repeats", type=int, default=3, help="prompts measured of each length")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
+    args = parser.parse_args()
+    figures = run(args)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
