@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import resource
@@ -108,6 +109,8 @@ def _load(path: str, args: argparse.Namespace) -> Engine:
         scheduler = Scheduler(backend, eos=model.eos, queue=args.queue, chunk=args.chunk, draft=args.draft)
     except ValueError as error:
         raise StartError(str(error)) from error
+    gc.collect()
+    gc.freeze()  # what loading built stays: later collections need not look at it
     scheduler.start()
     return Engine(_info(model, backend.device, context, args.slots), scheduler, backend.close)
 

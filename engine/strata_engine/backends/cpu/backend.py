@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ from .precompile import CELL_TYPES, ensure_compiled
 from .team import Team
 
 MAX_ROWS = 512
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 
 class CpuBackend:
@@ -42,6 +45,7 @@ class CpuBackend:
         self.vocab, self.context, self.slots, self.max_rows = model.vocab, context, slots, max_rows
         self._team = Team(threads or len(os.sched_getaffinity(0)))
         self._sizes = _sizes(model.geometry, context, max_rows)
+        _return_large_blocks()
         with progress.stage("reading weights", total=model.geometry.layers + 1) as stage:
             arena, matrices, norms = _weights(model, self._sizes, stage.advance)
         weights = arena, matrices, norms
@@ -83,6 +87,12 @@ class CpuBackend:
 
     def close(self) -> None:
         self._team.close()
+
+
+def _return_large_blocks() -> None:
+    """Have the C library give freed arrays back to the system, instead of learning to keep them."""
+    with suppress(AttributeError, OSError):  # glibc only
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
 
 
 def _spans(rows: Rows) -> Int32:
