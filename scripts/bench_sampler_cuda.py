@@ -59,7 +59,7 @@ def flush_kernel() -> tuple[Callable[..., None], Any]:
         let_next_start()
         wait_for_previous()
         total = types.uint32(0)
-        for i in range(cuda.grid(1), count, FLUSH_GRID * FLUSH_THREADS):
+        for i in range(cuda.grid(1), count, FLUSH_GRID * FLUSH_THREADS):  # type: ignore[call-arg]
             total ^= values[i]
         if total == 12345:
             out[0] = total
@@ -144,7 +144,9 @@ def rivals(vocab: int, rows: int, address: int) -> dict[str, Callable[[], object
     if importlib.util.find_spec("flashinfer") is not None:
         from flashinfer import sampling
 
-        works["FlashInfer top_k + top_p"] = lambda: sampling.top_k_top_p_sampling_from_logits(logits, 20, 0.95)
+        works["FlashInfer top_k + top_p"] = lambda: sampling.top_k_top_p_sampling_from_logits(
+            logits, 20, 0.95, seed=1, offset=0
+        )
     return works
 
 

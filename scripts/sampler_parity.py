@@ -64,11 +64,11 @@ def _cpu_maker() -> Callable[[int], Choose]:
 
 def _cuda_maker() -> Callable[[int], Choose]:
     try:
-        from strata_engine.backends.cuda.device import Device, available
+        from strata_engine.backends.cuda.device import Device, why_unavailable
         from strata_engine.sampling.cuda import CudaSampler
     except ImportError as error:
         raise UsageError(f"--device cuda: the CUDA sampler cannot be loaded here: {error}") from error
-    if missing := available():
+    if missing := why_unavailable():
         raise UsageError(f"--device cuda: no GPU answers: {missing}")
     device = Device()
     return cache(lambda vocab: CudaSampler(vocab, MAX_ROWS, device).choose)

@@ -12,7 +12,7 @@ from strata_engine.sampling.fixtures import reference  # noqa: E402
 from strata_engine.sampling.reference import choose_reference  # noqa: E402
 from strata_engine.sampling.trials import SIZES, difference, trial  # noqa: E402
 
-pytestmark = pytest.mark.skipif(device.available() is not None, reason=f"no GPU: {device.available()}")
+pytestmark = pytest.mark.skipif(device.why_unavailable() is not None, reason=f"no GPU: {device.why_unavailable()}")
 NOTHING = np.empty(0, np.int32)
 
 
