@@ -26,7 +26,8 @@ from .ptx import (
     float_of,
     inlined,
     let_next_start,
-    load_four,
+    load_window,
+    local_of,
     logit_macros,
     mul,
     opaque,
@@ -37,7 +38,7 @@ from .ptx import (
     warp_max,
     warp_sum,
 )
-from .tables import CAPACITY, LISTS, WORDS, Shape, word
+from .tables import CAPACITY, LISTS, WINDOW_WORDS, WORDS, Shape, word
 
 LOWEST = np.float32(np.finfo(np.float32).min)  # under this is only -inf
 HIGHEST = np.float32(np.finfo(np.float32).max)
@@ -158,66 +159,82 @@ def penalised(logit, count, floats, at):
 def adjuster(shape: Shape) -> tuple[Any, Any, Any]:
     """Three device functions: `mark` the tokens of a segment that are penalised or biased, `adjust` them, look one up.
 
-    The token of local index i is bit `slot` of hits[owner], where the thread `owner` holds it as logit `slot`. Only
-    what is marked has an entry in the table: first how often the window holds the token, then the bits of its logit.
+    A token is marked by a bit of the word of `hits` of the thread that holds its logit. Only what is marked has an entry
+    in the table, by local index: first how often the window holds the token, then the bits of its logit.
     """
     threads, segment = shape.threads, shape.segment
     macros = logit_macros(shape.threads, shape.vectors, shape.wide)
-    pick, replace = macros.pick, macros.replace
-
-    @inlined
-    def owner_of(local):
-        return np.uint32(local // 4 % threads)
-
-    @inlined
-    def bit_of(local):
-        return np.uint32(np.uint32(1) << np.uint32(local // 4 // threads * 4 + local % 4))
+    pick, replace, owner_of, bit_of = macros.pick, macros.replace, macros.owner_of, macros.bit_of
+    in_rounds = 16 * threads < WINDOW_WORDS  # the threads are too few to hold a window
 
     @inlined
     def mark_one(local, table, hits):
-        """Mark a token, whoever else does at the same time."""
-        if 0 <= local < segment:
+        """Mark a token, whoever else does at the same time; -1 is none."""
+        if local >= 0:
             table[np.uint32(local)] = 0
-            cuda.atomic.or_(hits, owner_of(local), bit_of(local))
+            cuda.atomic.or_(hits, np.uint32(owner_of(local)), bit_of(local))
+
+    @inlined
+    def mark_four(a, b, c, d, first, table, hits):
+        mark_one(local_of(a, first, segment), table, hits)
+        mark_one(local_of(b, first, segment), table, hits)
+        mark_one(local_of(c, first, segment), table, hits)
+        mark_one(local_of(d, first, segment), table, hits)
+
+    @inlined
+    def mark_window(ids, length, first, table, hits):
+        """Mark the 16 ids a thread of `load_window`; those past `length` are -1, and mostly skipped."""
+        mark_four(ids[0], ids[1], ids[2], ids[3], first, table, hits)
+        if length > 4 * threads:
+            mark_four(ids[4], ids[5], ids[6], ids[7], first, table, hits)
+            mark_four(ids[8], ids[9], ids[10], ids[11], first, table, hits)
+            mark_four(ids[12], ids[13], ids[14], ids[15], first, table, hits)
 
     @inlined
     def count_one(local, table):
-        if 0 <= local < segment:
+        if local >= 0:
             cuda.atomic.add(table, np.uint32(local), 1)
 
     @inlined
-    def mark(four, first, requests, at, table, hits):
-        """Mark what the window and the biases name, and count the window's tokens.
+    def count_four(a, b, c, d, first, table):
+        count_one(local_of(a, first, segment), table)
+        count_one(local_of(b, first, segment), table)
+        count_one(local_of(c, first, segment), table)
+        count_one(local_of(d, first, segment), table)
 
-        `four`: the thread's first ids of the window. `hits` is 0, and a barrier has passed. Ends at one.
+    @inlined
+    def count_window(ids, length, first, table):
+        count_four(ids[0], ids[1], ids[2], ids[3], first, table)
+        if length > 4 * threads:
+            count_four(ids[4], ids[5], ids[6], ids[7], first, table)
+            count_four(ids[8], ids[9], ids[10], ids[11], first, table)
+            count_four(ids[12], ids[13], ids[14], ids[15], first, table)
+
+    @inlined
+    def mark(first, requests, at, table, hits):
+        """Mark what the window and the biases name, and count the window's tokens. Needs no logits.
+
+        `hits` is 0, and a barrier has passed. The counts are there after one more.
         """
         thread, ints, windows = cuda.threadIdx.x, requests.ints, requests.windows
-        begin, biases = ints[at + WINDOW] + 4 * thread, ints[at + BIASES]
-        end = ints[at + WINDOW] + ints[at + LENGTH]
-        i = begin
-        while i < end:
-            i += opaque(4 * threads)
-            ahead = load_four(windows, i, end)
-            mark_one(four[0] - first, table, hits)
-            mark_one(four[1] - first, table, hits)
-            mark_one(four[2] - first, table, hits)
-            mark_one(four[3] - first, table, hits)
-            four = ahead
+        start, length, biases = ints[at + WINDOW], ints[at + LENGTH], ints[at + BIASES]
+        ids = load_window(windows, start, start + length, thread, threads)
+        mark_window(ids, length, first, table, hits)
+        if in_rounds:
+            for done in range(16 * threads, length, 16 * threads):
+                more = load_window(windows, start + done, start + length, thread, threads)
+                mark_window(more, length - done, first, table, hits)
         if biases > 0:
             i, high = bias_position(ints, at, first) + thread, bias_position(ints, at, first + segment)
             while i < high:
                 mark_one(far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first, table, hits)
                 i += opaque(threads)
         cuda.syncthreads()
-        i = begin
-        while i < end:
-            four = load_four(windows, i, end)
-            count_one(four[0] - first, table)
-            count_one(four[1] - first, table)
-            count_one(four[2] - first, table)
-            count_one(four[3] - first, table)
-            i += opaque(4 * threads)
-        cuda.syncthreads()
+        count_window(ids, length, first, table)
+        if in_rounds:
+            for done in range(16 * threads, length, 16 * threads):
+                more = load_window(windows, start + done, start + length, thread, threads)
+                count_window(more, length - done, first, table)
 
     @inlined
     def adjust(x, first, requests, at, table, hits):
@@ -241,7 +258,11 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any]:
     @inlined
     def adjusted(logit, local, table, hits):
         """What stands for the logit of a local index."""
-        return float_of(table[np.uint32(local)]) if np.uint32(hits[owner_of(local)] & bit_of(local)) != 0 else logit
+        return (
+            float_of(table[np.uint32(local)])
+            if np.uint32(hits[np.uint32(owner_of(local))] & bit_of(local)) != 0
+            else logit
+        )
 
     return mark, adjust, adjusted
 
@@ -317,20 +338,19 @@ def candidate_stage(shape: Shape) -> Any:
         at, ints = row * WORDS, requests.ints
         first, base = block * segment, row * vocab
         keep, lists, alternatives = ints[at + KEEP], ints[at + LISTS_WANTED], ints[at + ALTERNATIVES]
-        start, length = ints[at + WINDOW], ints[at + LENGTH]
-        patched = length > 0 or ints[at + BIASES] > 0
+        patched = ints[at + LENGTH] > 0 or ints[at + BIASES] > 0
         if thread < COUNTERS:
             counters[np.uint32(thread)] = 0
         hits[np.uint32(thread)] = 0
-        four = load_four(requests.windows, start + 4 * thread, start + length)
+        cuda.syncthreads()
+        if patched:
+            mark(first, requests, at, table, hits)
         let_next_start()
         wait_for_previous()
         if keep == 0:
             return
         x = load(logits, base, first, thread, vocab)
         cuda.syncthreads()
-        if patched:
-            mark(four, first, requests, at, table, hits)
         if alternatives >= 0:
             top = block_largest(largest(x), counters)
             equal = np.float32(cuda.popc(above(x, top)))

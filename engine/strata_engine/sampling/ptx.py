@@ -84,8 +84,13 @@ if SIMULATED:
     def load_key(candidates, index, inside):
         return candidates[index] if inside else np.uint64(0)
 
-    def load_four(windows, at, end):
-        return tuple(windows[at : at + 4].tolist()) if at < end else (-1,) * 4
+    def load_window(windows, start, end, thread, threads):
+        places = [start + 4 * (v * threads + thread) for v in range(4)]
+        return tuple(windows[at + j] if at < end else -1 for at in places for j in range(4))
+
+    def local_of(token, first, segment):
+        local = token - first
+        return local if 0 <= local < segment else -1
 
     def take_ticket(tickets, index):
         tickets[index] += 1
@@ -185,13 +190,26 @@ else:
         address = e.b.gep(candidates, [e.i64(index)])
         return e.asm(text, I64, "=l,l,r", address, _flag(e, inside), effect=True)
 
-    @macro(types.UniTuple(i32, 4))
-    def load_four(e: Emitter, windows: Any, at: Any, end: Any) -> Any:
-        """Four ids of a penalty window, from index `at`, a multiple of 4; -1 each if that is not below `end`."""
+    @macro(types.UniTuple(i32, 16))
+    def load_window(e: Emitter, windows: Any, start: Any, end: Any, thread: Any, threads: Any) -> Any:
+        """16 ids of windows[start:end]: four from start + 4 * thread on, and again at every 4 * threads; else -1.
+
+        `start` is a multiple of 4. All loads are under way at once.
+        """
         moves = " ".join(f"mov.b32 ${i}, -1;" for i in range(4))
         text = f"{{ .reg .pred p; setp.lt.s32 p, $5, $6; {moves} @p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
-        address = e.b.gep(windows, [e.i64(at)])
-        return e.asm(text, [I32] * 4, "=r,=r,=r,=r,l,r,r", address, at, end, effect=True)
+        ids: list[Any] = []
+        for v in range(4):
+            at = e.b.add(start, e.b.shl(e.b.add(thread, e.b.mul(threads, e.u32(v))), e.u32(2)))
+            address = e.b.gep(windows, [e.i64(at)])
+            ids += e.asm(text, [I32] * 4, "=r,=r,=r,=r,l,r,r", address, at, end, effect=True)
+        return ids
+
+    @macro(i32)
+    def local_of(e: Emitter, token: Any, first: Any, segment: Any) -> Any:
+        """token - first if that is in 0..segment - 1, else -1."""
+        local = e.b.sub(token, first)
+        return e.b.select(e.b.icmp_unsigned("<", local, segment), local, e.u32(0xFFFFFFFF))
 
     @macro(i32)
     def take_ticket(e: Emitter, tickets: Any, index: Any) -> Any:
@@ -205,6 +223,7 @@ def logit_macros(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
 
     load(logits, base, first, thread, vocab) -> x: the logits at base + first + local index; -inf from `vocab` on
     replace(x, i, value) -> x: with `value` for logit i
+    owner_of(local), bit_of(local): the thread that holds the logit of a local index, and 1 << its i
     largest(x): the largest; NaN does not count      above(x, bound): bit i is set if logit i >= bound
     pick(x, i): logit i      exp_sum(x, top): the float32 sum of exp(x - top) for a finite top; NaN counts as nothing
     """
@@ -226,6 +245,8 @@ def _simulated(threads: int, vectors: int) -> SimpleNamespace:
     return SimpleNamespace(
         load=load,
         exp_sum=exp_sum,
+        owner_of=lambda local: local // 4 % threads,
+        bit_of=lambda local: np.uint32(1 << (local // 4 // threads * 4 + local % 4)),
         replace=lambda x, i, value: (*x[:i], value, *x[i + 1 :]),
         largest=lambda x: max((v for v in x if not np.isnan(v)), default=np.float32(-np.inf)),
         above=lambda x, bound: sum(1 << i for i, v in enumerate(x) if v >= bound),
@@ -295,4 +316,23 @@ def _compiled(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
             terms.append(e.asm("ex2.approx.ftz.f32 $0, $1;", F32, "=f,f", e.mul(shift, e.f32(LOG2_E))))
         return tree(terms, e.add)
 
-    return SimpleNamespace(load=load, replace=replace, exp_sum=exp_sum, largest=largest, above=above, pick=pick)
+    @macro(u32)
+    def owner_of(e: Emitter, local: Any) -> Any:
+        return e.b.and_(e.b.lshr(local, e.u32(2)), e.u32(threads - 1))
+
+    @macro(u32)
+    def bit_of(e: Emitter, local: Any) -> Any:
+        vector = e.b.lshr(local, e.u32(threads.bit_length() + 1))
+        i = e.b.or_(e.b.shl(vector, e.u32(2)), e.b.and_(local, e.u32(3)))
+        return e.b.shl(e.u32(1), e.b.and_(i, e.u32(31)))
+
+    return SimpleNamespace(
+        load=load,
+        replace=replace,
+        exp_sum=exp_sum,
+        largest=largest,
+        above=above,
+        pick=pick,
+        owner_of=owner_of,
+        bit_of=bit_of,
+    )
