@@ -159,8 +159,8 @@ def penalised(logit, count, floats, at):
 def adjuster(shape: Shape) -> tuple[Any, Any, Any]:
     """Three device functions: `mark` the tokens of a segment that are penalised or biased, `adjust` them, look one up.
 
-    A token is marked by a bit of the word of `hits` of the thread that holds its logit. Only what is marked has an entry
-    in the table, by local index: first how often the window holds the token, then the bits of its logit.
+    A token is marked by a bit of the word of `hits` of the thread that holds its logit. Only what is marked has an
+    entry in the table, by local index: first how often the window holds the token, then the bits of its logit.
     """
     threads, segment = shape.threads, shape.segment
     macros = logit_macros(shape.threads, shape.vectors, shape.wide)
@@ -338,7 +338,7 @@ def candidate_stage(shape: Shape) -> Any:
         at, ints = row * WORDS, requests.ints
         first, base = block * segment, row * vocab
         keep, lists, alternatives = ints[at + KEEP], ints[at + LISTS_WANTED], ints[at + ALTERNATIVES]
-        patched = ints[at + LENGTH] > 0 or ints[at + BIASES] > 0
+        patched = keep > 0 and (ints[at + LENGTH] > 0 or ints[at + BIASES] > 0)
         if thread < COUNTERS:
             counters[np.uint32(thread)] = 0
         hits[np.uint32(thread)] = 0

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..rows import Draw, Float32, Int32
+from .tables import PACKING, RECORD
 
 Bias = tuple[tuple[int, float], ...]
 BiasPlace = Callable[[Bias], tuple[int, int]]  # a bias list -> device addresses of its ids and values
@@ -34,34 +35,33 @@ def pack(draws: Sequence[Draw], records: NDArray, windows: Int32, bias_place: Bi
     Records past the draws stand for no row. How many words of `windows` are used. ValueError if a sampled row has no
     seed.
     """
-    used = 0
-    for record, draw in zip(records, draws, strict=False):
-        window = draw.history[-draw.params.penalty_last_n :] if draw.params.penalised else draw.history[:0]
+    used, memory = 0, records.view(np.uint8)
+    for i, draw in enumerate(draws):
+        params = draw.params
+        window = draw.history[-params.penalty_last_n :] if params.penalised else draw.history[:0]
         end = used + len(window)
         windows[used:end] = window
-        _fill(record, draw, used, len(window))
-        if draw.params.logit_bias:
-            record["bias_ids"], record["bias_values"] = bias_place(draw.params.logit_bias)
+        places = bias_place(params.logit_bias) if params.logit_bias else (0, 0)
+        PACKING.pack_into(memory, i * RECORD.itemsize, *_fields(draw, places, used, len(window)))
         used = -(-end // 4) * 4
         windows[end:used] = -1
     records["keep"][len(draws) :] = 0
     return used
 
 
-def _fill(record: NDArray, draw: Draw, start: int, length: int) -> None:
-    """Write a record's fields, but for the addresses of the biases."""
+def _fields(draw: Draw, bias_places: tuple[int, int], start: int, length: int) -> tuple[float, ...]:
+    """The fields of a record; `start` and `length` of the penalty window."""
     params = draw.params
     if params.sampled and params.seed is None:
         raise ValueError("a sampled row needs a seed")
+    seed, index = (params.seed or 0, draw.index) if params.sampled else (0, 0)
+    min_p_log = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
     adjusted = length > 0 or len(params.logit_bias) > 0
     alternatives = -1 if params.logprobs is None else params.logprobs
     keep = params.top_k if params.sampled else 1
-    record["temperature"], record["top_p"] = params.temperature, params.top_p
-    record["seed"], record["index"] = (params.seed, draw.index) if params.sampled else (0, 0)
-    record["min_p_log"] = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
-    with np.errstate(under="ignore"):
-        record["repeat"], record["freq"] = params.penalty_repeat, params.penalty_freq
-        record["present"] = params.penalty_present
-    record["keep"], record["k"] = keep if adjusted else max(keep, alternatives), params.top_k
-    record["alternatives"], record["lists"] = alternatives, 2 if adjusted and alternatives > 0 else 1
-    record["window"], record["length"], record["biases"] = start, length, len(params.logit_bias)
+    return (
+        *(params.temperature, params.top_p, seed, index, *bias_places, min_p_log),
+        *(params.penalty_repeat, params.penalty_freq, params.penalty_present),
+        *(keep if adjusted else max(keep, alternatives), params.top_k, alternatives),
+        *(start, length, len(params.logit_bias), 2 if adjusted and alternatives > 0 else 1),
+    )

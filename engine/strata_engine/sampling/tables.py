@@ -1,10 +1,12 @@
 """The device buffers that the sampling kernels share: what each holds, and the shape of a launch.
 
-A row of `Requests` is one record of RECORD, which the host writes before a replay; nothing about a request is captured.
+A row of `Requests` is one RECORD, of the fields of FIELDS in order, which the host writes before a replay; nothing about
+a request is captured.
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,28 +20,28 @@ LISTS = 2  # candidate lists a row: by adjusted logits, by raw logits
 ENTRIES = 1 + LOGPROBS_MAX  # log-probabilities a row: the chosen token's, the alternatives'
 HEAD = 4  # int32 a row of Outcome.heads: token, tokens kept, alternatives, unused
 
-RECORD = np.dtype(
-    [
-        ("temperature", "f8"),
-        ("top_p", "f8"),
-        ("seed", "u8"),
-        ("index", "u8"),
-        ("bias_ids", "u8"),  # device address; ids ascending
-        ("bias_values", "u8"),  # device address
-        ("min_p_log", "f4"),  # log(min_p), -inf where min_p is off
-        ("repeat", "f4"),
-        ("freq", "f4"),
-        ("present", "f4"),
-        ("keep", "i4"),  # candidates of list 0 to keep, at least: 1..64; 0: no such row
-        ("k", "i4"),  # top_k
-        ("alternatives", "i4"),  # log-probabilities beside the chosen token's; -1: none at all
-        ("window", "i4"),  # where the penalty window starts in `windows`: a multiple of 4; filled up to one with -1
-        ("length", "i4"),  # tokens in the penalty window
-        ("biases", "i4"),
-        ("lists", "i4"),  # 2 if the raw candidates are wanted and differ from the adjusted ones
-        ("reserved", "i4", 9),
-    ]
+FIELDS = (
+    ("temperature", "f8"),
+    ("top_p", "f8"),
+    ("seed", "u8"),
+    ("index", "u8"),
+    ("bias_ids", "u8"),  # device address; ids ascending
+    ("bias_values", "u8"),  # device address
+    ("min_p_log", "f4"),  # log(min_p), -inf where min_p is off
+    ("repeat", "f4"),
+    ("freq", "f4"),
+    ("present", "f4"),
+    ("keep", "i4"),  # candidates of list 0 to keep, at least: 1..64; 0: no such row
+    ("k", "i4"),  # top_k
+    ("alternatives", "i4"),  # log-probabilities beside the chosen token's; -1: none at all
+    ("window", "i4"),  # where the penalty window starts in `windows`: a multiple of 4; filled up to one with -1
+    ("length", "i4"),  # tokens in the penalty window
+    ("biases", "i4"),
+    ("lists", "i4"),  # 2 if the raw candidates are wanted and differ from the adjusted ones
 )
+RECORD_BYTES = 128
+RECORD = np.dtype({"names": [n for n, _ in FIELDS], "formats": [f for _, f in FIELDS], "itemsize": RECORD_BYTES})
+PACKING = struct.Struct("<" + "".join({"f8": "d", "u8": "Q", "f4": "f", "i4": "i"}[f] for _, f in FIELDS))
 WORDS = RECORD.itemsize // 4  # 32
 
 
