@@ -1,7 +1,7 @@
 """The device buffers that the sampling kernels share: what each holds, and the shape of a launch.
 
-A row of `Requests` is one RECORD, of the fields of FIELDS in order, which the host writes before a replay; nothing about
-a request is captured.
+A row of `Requests` is one RECORD, with FIELDS in their order, which the host writes before a replay; nothing about a
+request is captured.
 """
 
 from __future__ import annotations
