@@ -218,10 +218,19 @@ def measure_starts(options: argparse.Namespace) -> Starts:
             ready = status(process, "VmRSS")
             ids = ",".join(str(100 + i % 997) for i in range(FILL - 1))
             client.sendall(f"GEN 1 {ids}\n".encode())
-            while not (line := client.makefile().readline()).startswith("DONE"):
-                if line.startswith("ERR") or not line:
-                    raise SystemExit(f"bench_cpu: the engine says {line!r}")
+            wait_for_done(client)
             return Starts(first, second, ready, status(process, "VmRSS"), status(process, "VmHWM"))
+
+
+def wait_for_done(client: socket.socket) -> None:
+    client.settimeout(START_SECONDS)
+    with client.makefile() as lines:
+        for line in lines:
+            if line.startswith("DONE"):
+                return
+            if line.startswith("ERR"):
+                raise SystemExit(f"bench_cpu: the engine says {line!r}")
+    raise SystemExit("bench_cpu: the engine went away")
 
 
 @contextmanager
