@@ -35,7 +35,7 @@ def pack(draws: Sequence[Draw], records: NDArray, windows: Int32, bias_place: Bi
     Records past the draws stand for no row. How many words of `windows` are used. ValueError if a sampled row has no
     seed.
     """
-    used, memory = 0, memoryview(records.view(np.uint8))
+    used, memory = 0, records.view(np.uint8).data
     for i, draw in enumerate(draws):
         params = draw.params
         window = draw.history[-params.penalty_last_n :] if params.penalised else draw.history[:0]

@@ -145,8 +145,8 @@ THREADS_RESIDENT = 1024  # a multiprocessor, at least: 64 registers each
 def _sources() -> str:
     """A digest of the kernels' sources, which goes into their names and so into those of the compiled files."""
     digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for name in ("candidates", "kernels", "merge", "philox", "ptx", "tables"):
+        digest.update(pathlib.Path(__file__).with_name(f"{name}.py").read_bytes())
     return digest.hexdigest()[:12]
 
 
