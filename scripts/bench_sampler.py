@@ -1,7 +1,11 @@
 #!/usr/bin/env python3
-"""Time the sampler: microseconds a call of `choose`, Python included, by vocabulary, rows and what is asked for.
+"""Time the sampler by vocabulary, rows and what is asked for.
 
     python scripts/bench_sampler.py [--vocab 49152 248320] [--rows 1 8] [--runs 300] [--json FILE]
+    python scripts/bench_sampler.py --device cuda [--vocab 248320] [--rows 1 4 8 32 128] [--json FILE] [--plot FILE.png]
+
+On the CPU: microseconds a call of `choose`, Python included. On a GPU: GPU time in a replayed graph, beside torch and
+FlashInfer where they can be imported; bench_sampler_cuda.py says how.
 
 The cases of one table take turns within each round, so that a busy moment of the machine hits all of them alike.
 """
@@ -91,16 +95,27 @@ def positive(text: str) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time the sampler.")
-    parser.add_argument("--vocab", type=positive, nargs="+", default=[49152, 248320])
-    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 8])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--vocab", type=positive, nargs="+", help="default: 49152 248320; on a GPU 248320")
+    parser.add_argument("--rows", type=positive, nargs="+", help="default: 1 8; on a GPU 1 4 8 32 128")
     parser.add_argument("--runs", type=positive, default=300, help="calls a figure (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    return parser.parse_args(arguments)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="GPU only: also draw the figures there, as a PNG")
+    options = parser.parse_args(arguments)
+    on_gpu = options.device == "cuda"
+    options.vocab = options.vocab or ([248320] if on_gpu else [49152, 248320])
+    options.rows = options.rows or ([1, 4, 8, 32, 128] if on_gpu else [1, 8])
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     print(f"machine: {machine()}\ncommand: {' '.join(['python', *sys.argv])}")
+    if options.device == "cuda":
+        import bench_sampler_cuda
+
+        bench_sampler_cuda.run(options.vocab, options.rows, options.json, options.plot)
+        return 0
     timings = [t for vocab in options.vocab for rows in options.rows for t in measure(vocab, rows, options.runs)]
     print_table(timings)
     if options.json:

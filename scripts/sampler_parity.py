@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Check a device's sampler: fixtures for each feature of the chain, then stored cases with the right token.
+"""Check a device's sampler: fixtures for each feature of the chain, stored cases with the right token, random rows.
 
-    python scripts/sampler_parity.py [--device cpu|cuda] [--cases FILE] [--selftest]
+    python scripts/sampler_parity.py [--device cpu|cuda] [--cases FILE] [--selftest] [--trials N] [--vocab V ...]
+
+`--trials N` compares N random rows with random parameters at each vocabulary with the reference (a GPU's bar: 1000).
 
 Every fixture first proves that it notices a sampler broken in its feature. Exit status: 0 all match, 1 a mismatch,
 2 bad arguments or no such device.
@@ -11,13 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from strata_engine.rows import Choice, Draw, Float32
 from strata_engine.sampling.fixtures import FIXTURES, Case, Choose, reference
+from strata_engine.sampling.trials import SIZES, difference, trial
 
 DEFAULT_CASES = Path(__file__).resolve().parents[1] / "tests" / "data" / "sampler.json"
 MAX_ROWS = 32  # rows a call; a device sampler has buffers of this size
@@ -57,10 +64,14 @@ def _cpu_maker() -> Callable[[int], Choose]:
 
 def _cuda_maker() -> Callable[[int], Choose]:
     try:
+        from strata_engine.backends.cuda.device import Device, why_unavailable
         from strata_engine.sampling.cuda import CudaSampler
     except ImportError as error:
         raise UsageError(f"--device cuda: the CUDA sampler cannot be loaded here: {error}") from error
-    return cache(lambda vocab: CudaSampler(vocab, MAX_ROWS).choose)
+    if missing := why_unavailable():
+        raise UsageError(f"--device cuda: no GPU answers: {missing}")
+    device = Device()
+    return cache(lambda vocab: CudaSampler(vocab, MAX_ROWS, device).choose)
 
 
 def off_by_one(logits: Float32, draws: Sequence[Draw]) -> list[Choice]:
@@ -97,6 +108,30 @@ def run_cases(cases: list[Case], choose: Choose) -> int:
     return faults
 
 
+def answered_trial(chunk: tuple[int, int, int]) -> tuple[Float32, list[Draw], list[Choice]]:
+    """The random rows of a chunk (vocabulary, its number, rows) and what the reference makes of them."""
+    vocab, number, rows = chunk
+    logits, draws = trial(np.random.default_rng([vocab, number]), rows, vocab)
+    return logits, draws, reference(logits, draws)
+
+
+def run_trials(sizes: Sequence[int], trials: int, choose: Choose, jobs: int) -> int:
+    """Print a line for each vocabulary; how many rows differ. The references are computed in `jobs` processes."""
+    faults = 0
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for vocab in sizes:
+            start, wrong = time.monotonic(), []
+            chunks = [(vocab, at, min(MAX_ROWS, trials - at)) for at in range(0, trials, MAX_ROWS)]
+            for logits, draws, answers in pool.imap(answered_trial, chunks):
+                found = choose(logits, draws)
+                pairs = zip(found, answers, draws, strict=True)
+                wrong += [f"{text}: {draw.params}" for a, b, draw in pairs if (text := difference(a, b))]
+            name = f"{trials} random rows of {vocab} logits, {time.monotonic() - start:.1f} s"
+            _report(name, f"{len(wrong)} differ, the first: {wrong[0]}" if wrong else "")
+            faults += len(wrong)
+    return faults
+
+
 def _report(name: str, wrong: str) -> int:
     print(f"FAIL  {name}: {wrong}" if wrong else f"ok    {name}", flush=True)
     return 1 if wrong else 0
@@ -107,6 +142,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cases", type=Path, default=DEFAULT_CASES, metavar="FILE", help="default: %(default)s")
     parser.add_argument("--selftest", action="store_true", help="first check the fixtures and cases themselves")
+    parser.add_argument("--trials", type=int, default=0, metavar="N", help="random rows a vocabulary (default: none)")
+    parser.add_argument("--vocab", type=int, nargs="+", default=SIZES, metavar="V", help="of the random rows")
+    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), metavar="N", help="for the reference")
     return parser.parse_args(arguments)
 
 
@@ -120,6 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults = selftest(cases) if options.selftest else 0
     faults += run_fixtures(choose)
     faults += run_cases(cases, choose)
+    if options.trials > 0:
+        faults += run_trials(options.vocab, options.trials, choose, options.jobs)
     return 1 if faults else 0
 
 
