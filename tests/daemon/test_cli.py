@@ -136,13 +136,14 @@ def test_nobody_reads_what_it_says(environment, socket_path, tmp_path, until, en
     (tmp_path / "m.gguf").write_bytes(b"")
     arguments = command("--talk", "--socket", socket_path, "--model", str(tmp_path / "m.gguf"), script=str(FAKE))
     script = f"({shlex.join(arguments)}; echo $? >{shlex.quote(str(tmp_path))}/code) {ending}"
-    shell = subprocess.Popen(["sh", "-c", script], env=environment, stdout=subprocess.DEVNULL)
+    shell = subprocess.Popen(["sh", "-c", script], env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         until(lambda: shell.poll() is not None or first_word(socket_path) == b"INFO")
         os.kill(peer(socket_path), signal.SIGTERM)
         shell.wait(10)
     finally:
-        shell.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
         shell.wait()
     assert (tmp_path / "code").read_text() == "0\n"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from strata_proxy.app import create_app
 from strata_proxy.cli import main
 from strata_proxy.config import Config, ConfigError, load_config
 
@@ -86,7 +87,8 @@ def test_the_command_line_hides_no_fault_of_the_file(tmp_path, text, given):
 
 
 @pytest.mark.parametrize("option", ["--host", "--engine"])
-def test_cli_refuses_an_empty_text(capsys, option):
+def test_cli_refuses_an_empty_text(capsys, monkeypatch, option):
+    monkeypatch.setattr("strata_proxy.serving.run", lambda config: None)
     assert main([option, ""]) == 2
     assert option.removeprefix("--") in capsys.readouterr().err
 
@@ -108,13 +110,13 @@ def test_cli_refuses_a_host_that_is_no_name(capsys, host):
         ("{{ " + "(" * 3000, ""),
     ],
 )
-def test_cli_refuses_a_broken_chat_template(tmp_path, capsys, source, why):
+def test_a_broken_chat_template_stops_the_start(tmp_path, source, why):
     file = tmp_path / "chat.jinja"
     file.write_text(source, encoding="utf-8")
-    assert main(["--config", str(written(tmp_path, f"chat_template: {file}"))]) == 2
-    said = capsys.readouterr().err
-    assert f"strata-proxy: the chat template (chat_template) {file} cannot be used: {why}" in said
-    assert said.count("\n") == 1
+    with pytest.raises(ConfigError) as caught:
+        create_app(load_config(written(tmp_path, f"chat_template: {file}")))
+    said = str(caught.value)
+    assert said.startswith(f"the chat template (chat_template) {file} cannot be used: {why}") and "\n" not in said
 
 
 def test_cli_refuses_a_bad_file_in_one_line(tmp_path, capsys):
