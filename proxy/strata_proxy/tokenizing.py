@@ -48,8 +48,9 @@ def _served(request: web.Request) -> Served:
 def _tokens(body: Body, served: Served, template: str) -> web.Response:
     """Slow for long texts: run it off the event loop."""
     ids = _ids(body, served, template)
-    # Joined here: the JSON encoder would keep the interpreter to itself for a whole list.
-    return web.Response(text=f'{{"tokens": [{", ".join(map(str, ids))}], "count": {len(ids)}}}', content_type=JSON)
+    # Not by the JSON encoder, which would keep the interpreter to itself for the whole list.
+    listed = ", ".join([str(token) for token in ids])
+    return web.Response(text=f'{{"tokens": [{listed}], "count": {len(ids)}}}', content_type=JSON)
 
 
 def _content(ids: list[int], served: Served) -> web.Response:
