@@ -59,6 +59,7 @@ def stats() -> str:
 def limits() -> str:
     rows = [
         ["line, LF and CR not counted", f"{protocol.LINE_MAX:,} bytes", "`ERR TOO_LONG`, the connection closes"],
+        ["the same, of a line that is no GEN", f"{protocol.BARE_MAX:,} bytes", "`ERR BAD_LINE`"],
         ["number", f"{protocol.NUMBER_MAX} characters", "`ERR BAD_VALUE`"],
         ["id", f"{protocol.ID_DIGITS_MAX} digits", "`ERR BAD_TOKEN`, in a key's value `ERR BAD_VALUE`"],
         ["max_new", "context - prompt", "`ERR CONTEXT_FULL`"],

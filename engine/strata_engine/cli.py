@@ -18,6 +18,7 @@ from .params import DRAFT_MAX
 from .paths import DEFAULT_MODEL, default_model
 from .progress import StderrHandler, open_progress, show_cursor
 from .replies import Info
+from .streams import secure_streams
 
 if TYPE_CHECKING:
     from .daemon import Engine
@@ -28,6 +29,10 @@ log = logging.getLogger("strata_engine")
 DEFAULT_SOCKET = "/tmp/strata.sock"
 DEFAULT_CONTEXT = 8192
 DEFAULT_QUEUE = 64
+SLOTS_MAX = 512  # each running request has one row of a step at least
+THREADS_MAX = 1024
+CHUNK_MAX = 4096
+QUEUE_MAX = 100_000
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
 
@@ -38,6 +43,7 @@ class StartError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the engine; the exit status: 0 ended by a signal, 2 could not start, 130 Ctrl-C before it listened."""
+    secure_streams()
     args = _parser().parse_args(argv)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(handlers=[StderrHandler()], level=args.log_level.upper(), format=form)
@@ -68,12 +74,12 @@ def _run(args: argparse.Namespace) -> bool:
 
 
 def _model_file(given: str | None) -> str:
-    path = Path(given) if given else default_model()
+    path = default_model() if given is None else Path(given)
     if path.is_file():
         return os.path.abspath(path)
     if path.is_dir():
         raise StartError(f"{path} is a directory, not a model file")
-    if given:
+    if given is not None:
         raise StartError(f"no model file {path}")
     raise StartError(f"the default model is missing: `make model` puts it at {path}; or name another with --model")
 
@@ -166,19 +172,25 @@ def _parser() -> argparse.ArgumentParser:
         type=_whole(1),
         help=f"most tokens of prompt and answer together (default: the model's, at most {DEFAULT_CONTEXT})",
     )
-    add("--slots", metavar="N", type=_whole(1), default=4, help="requests computed at once (default: %(default)s)")
+    add(
+        "--slots",
+        metavar="N",
+        type=_whole(1, SLOTS_MAX),
+        default=4,
+        help=f"requests computed at once, at most {SLOTS_MAX} (default: %(default)s)",
+    )
     add(
         "--queue",
         metavar="N",
-        type=_whole(0),
+        type=_whole(0, QUEUE_MAX),
         default=DEFAULT_QUEUE,
         help="requests that may wait for a slot; past it ERR BUSY (default: %(default)s)",
     )
     add(
         "--threads",
         metavar="N",
-        type=_whole(1),
-        default=_cores(),
+        type=_whole(1, THREADS_MAX),
+        default=min(_cores(), THREADS_MAX),
         help="CPU threads (default: the cores this process may use, here %(default)s)",
     )
     add(
@@ -191,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--chunk",
         metavar="N",
-        type=_whole(1),
+        type=_whole(1, CHUNK_MAX),
         default=64,
         help="most prompt tokens read in one step: small keeps other requests' tokens flowing, large reads faster;"
         " the tokens are the same (default: %(default)s)",

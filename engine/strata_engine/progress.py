@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -104,16 +105,19 @@ class BarProgress:
 
 
 def open_progress(stream: TextIO | None = None) -> Progress:
-    """The progress that fits `stream` (stderr by default)."""
-    stream = stream or sys.stderr
+    """The progress that fits `stream` (stderr by default; none where that is closed)."""
+    stream = sys.stderr if stream is None else stream
+    if stream is None or stream.closed:
+        return NoProgress()
     return BarProgress(stream) if stream.isatty() else LineProgress(stream)
 
 
 def show_cursor() -> None:
     """Undo what a bar that was cut off did to the terminal: show the cursor, below the bar."""
     stream = sys.__stderr__  # the bar has put its own in place of sys.stderr, which would swallow the escape
-    if stream is not None and stream.isatty():
-        print("\x1b[?25h", file=stream, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+        if stream is not None and stream.isatty():
+            print("\x1b[?25h", file=stream, flush=True)
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):

@@ -16,6 +16,7 @@ from .request import Request
 
 PROTOCOL_VERSION = 1
 LINE_MAX = 8 * 2**20  # bytes, the line ending not counted
+BARE_MAX = 64 * 1024  # bytes of a line that is no GEN, spaces at its end included
 NUMBER_MAX = 64  # characters of one number; also what a refusal quotes of a faulty value
 ID_DIGITS_MAX = 20
 IDS_A_SLICE = 4096  # ids parsed between two chances for other threads to run: about a millisecond
@@ -100,6 +101,7 @@ class Quit:
 Command = Gen | Stop | Ping | Stats | Quit
 _BARE: dict[str, Command] = {"STOP": Stop(), "PING": Ping(), "STATS": Stats(), "QUIT": Quit()}
 
+_TOO_MANY = f"a number has at most {NUMBER_MAX} characters"
 _PRINTABLE = bytes(range(0x20, 0x7F))
 _INT = re.compile(r"-?[0-9]+")
 _FLOAT = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -117,7 +119,10 @@ def is_gen(line: bytes) -> bool:
 
 def parse_line(line: bytes, limits: Limits) -> Command:
     """One line without its LF (a CR at its end is dropped). ProtocolError names the first fault from the left."""
-    text = _ascii(line.removesuffix(b"\r"))
+    line = line.removesuffix(b"\r")
+    if len(line) > BARE_MAX and not is_gen(line):
+        raise ProtocolError("BAD_LINE", f"a line of {len(line)} bytes that is no GEN: {BARE_MAX} are the most")
+    text = _ascii(line)
     word, _, rest = text.partition(" ")
     if word == "GEN":
         return Gen(_parse_gen(rest.rstrip(" "), limits))
@@ -177,12 +182,12 @@ def _word(text: str, at: int) -> re.Match[str]:
 
 
 def _parse_max_new(text: str) -> int:
+    if len(text) > NUMBER_MAX:
+        raise ProtocolError("BAD_VALUE", f"max_new={_clip(text)}: {_TOO_MANY}")
     if not _INT.fullmatch(text):
         raise ProtocolError("BAD_VALUE", f"max_new={_clip(text)}: not a whole number")
     if text.startswith("-"):
         raise ProtocolError("OUT_OF_RANGE", f"max_new={_clip(text)}: must be 0 or more")
-    if len(text) > NUMBER_MAX:
-        raise ProtocolError("CONTEXT_FULL", f"max_new={_clip(text)}: more than any context")
     return int(text)
 
 
@@ -251,7 +256,9 @@ def _ranged(key: Key, number: float, text: str) -> None:
 
 
 def _parse_float(key: Key, value: str, limits: Limits) -> float:
-    if len(value) > NUMBER_MAX or not _FLOAT.fullmatch(value):
+    if len(value) > NUMBER_MAX:
+        raise _bad_value(key, value, _TOO_MANY)
+    if not _FLOAT.fullmatch(value):
         raise _bad_value(key, value, "not a decimal number")
     number = float(value)
     _ranged(key, number, value)
@@ -259,7 +266,9 @@ def _parse_float(key: Key, value: str, limits: Limits) -> float:
 
 
 def _parse_int(key: Key, value: str, limits: Limits) -> int:
-    if len(value) > NUMBER_MAX or not _INT.fullmatch(value):
+    if len(value) > NUMBER_MAX:
+        raise _bad_value(key, value, _TOO_MANY)
+    if not _INT.fullmatch(value):
         raise _bad_value(key, value, "not a whole number")
     number = int(value)
     _ranged(key, number, value)

@@ -19,6 +19,10 @@ class ReplyError(ValueError):
     """A reply line that this version of the protocol cannot read."""
 
 
+class VersionError(ReplyError):
+    """The INFO line of another version of the protocol."""
+
+
 @dataclass(frozen=True, slots=True)
 class Info:
     """What the engine says of itself on connect."""
@@ -131,11 +135,14 @@ def _format_done(done: Done) -> str:
 
 
 def parse_reply(line: bytes) -> Reply:
-    """The object of one reply line (LF or not). Raises ReplyError where a known reply does not have its form."""
+    """The object of one reply line (LF or not). Raises ReplyError where a known reply does not have its form,
+    VersionError for an INFO of another version."""
     try:
         text = line.decode("ascii").rstrip("\r\n")
         word, _, rest = text.partition(" ")
         return _parse_known(word, rest) if word in _KNOWN else Unknown(text)
+    except VersionError:
+        raise
     except (ValueError, IndexError, KeyError) as error:
         raise ReplyError(f"cannot read the reply {line[:80]!r}: {error}") from error
 
@@ -198,6 +205,8 @@ def _parse_done(words: list[str]) -> Done:
 
 
 def _parse_info(pairs: dict[str, str]) -> Info:
+    if (version := int(pairs["protocol"])) != PROTOCOL_VERSION:
+        raise VersionError(f"it speaks version {version} of the protocol, this client version {PROTOCOL_VERSION}")
     return Info(
         engine=pairs["engine"],
         model=os.fsdecode(unquote(pairs["model"], errors="surrogateescape")),
@@ -209,5 +218,5 @@ def _parse_info(pairs: dict[str, str]) -> Info:
         device=pairs["device"],
         slots=int(pairs["slots"]),
         features=tuple(pairs["features"].split(",")) if "features" in pairs else (),
-        protocol=int(pairs["protocol"]),
+        protocol=version,
     )

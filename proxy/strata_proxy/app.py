@@ -20,6 +20,7 @@ from .engine import Engine
 from .errors import ApiError, reason
 from .handlers import CONFIG, ENDING, ENGINE, METRICS, STARTED, TEMPLATE
 from .metrics import Metrics
+from .template import check_template
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ CLIENT_LEFT = 499  # nginx' code for it; only metrics see it
 
 
 def create_app(config: Config) -> web.Application:
-    """The proxy for one engine. Raises ConfigError if the configured chat template cannot be read."""
+    """The proxy for one engine. Raises ConfigError if the configured chat template cannot be used."""
     app = web.Application(
         middlewares=[_measure, _preflight, _errors, _ending, _authorise], client_max_size=config.max_body_bytes
     )
@@ -55,10 +56,17 @@ def create_app(config: Config) -> web.Application:
 
 
 def _template(path: str | None) -> str:
+    if path is None:
+        return ""
     try:
-        return Path(path).read_text(encoding="utf-8") if path else ""
+        source = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the chat template (chat_template) {path}: {reason(error)}") from None
+    try:
+        check_template(source)
+    except ValueError as error:
+        raise ConfigError(f"the chat template (chat_template) {path} cannot be used: {error}") from None
+    return source
 
 
 async def _watching(app: web.Application) -> AsyncIterator[None]:

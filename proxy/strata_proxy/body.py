@@ -15,6 +15,7 @@ from .messages import checked_messages, checked_text
 from .sampling import FIELD_BY_NAME, FIELDS, integer_or_none, number_text, sampling_keys
 
 STOP_STRINGS_MAX = 16
+STOP_CHARS_MAX = 1000  # each new piece of text is compared with every beginning of a stop text
 Body = Mapping[str, Any]
 Prompt = str | list[int]
 
@@ -51,6 +52,7 @@ class Ask:
     """A checked request. `prompts` holds one entry a prompt: text, ids, or (chat) the list of messages."""
 
     chat: bool
+    model: str | None
     prompts: list[Any]
     stream: bool
     include_usage: bool
@@ -73,10 +75,14 @@ class Ask:
         return len(self.prompts) * self.n
 
 
-def parse_body(data: bytes) -> Body:
-    """The JSON object in `data`. Raises ApiError (400) for anything else, NaN and repeated names included."""
+def parse_body(data: bytes, yielding: bool = False) -> Body:
+    """The JSON object in `data`. Raises ApiError (400) for anything else, NaN and repeated names included.
+
+    `yielding`: other threads get to run meanwhile, at half the speed.
+    """
+    hooks: dict[str, Any] = {"parse_int": _int, "parse_float": _float} if yielding else {}
     try:
-        body = json.loads(data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique)
+        body = json.loads(data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique, **hooks)
     except UnicodeDecodeError as error:
         raise ApiError(f"The body is not UTF-8 (byte {error.start}).", code="invalid_json") from None
     except RecursionError:
@@ -96,16 +102,17 @@ def parse_ask(body: Body, chat: bool, defaults: Mapping[str, Any], max_choices: 
     prompts = [checked_messages(body.get("messages"))] if chat else _prompts(body.get("prompt"))
     if len(prompts) * n > max_choices:
         raise ApiError(f"{len(prompts)} prompts with n = {n} are over {max_choices} choices a request.", param="n")
-    if not chat and body.get("best_of") not in (None, n):
+    if body.get("best_of") is not None and integer_or_none(body["best_of"]) != n:
         raise ApiError(f"best_of is not supported, got {shown(body['best_of'])}; leave it out.", param="best_of")
     stream = flag(body, "stream")
     max_field = "max_completion_tokens" if chat and body.get("max_completion_tokens") is not None else "max_tokens"
     logprobs = _chat_logprobs(body) if chat else _integer(body, "logprobs", 0, LOGPROBS_MAX)
     bias = _logit_bias(body.get("logit_bias"))
-    stop_ids = token_ids(body.get("stop_token_ids") or [], "stop_token_ids")
+    stop_ids = [] if body.get("stop_token_ids") is None else token_ids(body["stop_token_ids"], "stop_token_ids")
     extra = _extra_keys(body, logprobs, bias, stop_ids)
     return Ask(
         chat=chat,
+        model=_model(body.get("model")),
         prompts=prompts,
         stream=stream,
         include_usage=_include_usage(body.get("stream_options"), stream),
@@ -125,19 +132,38 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+# The parser keeps the interpreter to itself until it calls a Python function, which these are.
+def _int(text: str) -> int:
+    return int(text)
+
+
+def _float(text: str) -> float:
+    return float(text)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{shown(next(name for name in names if names.count(name) > 1))} is given twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{shown(name)} is given twice")
+            seen.add(name)
     return found
+
+
+def _model(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ApiError(f"model must be text, got {shown(value)}", param="model")
+    return value
 
 
 def _refuse_other_route(body: Body, chat: bool) -> None:
     """Name the route of a field that this one does not have."""
     here, there = ("/v1/chat/completions", "/v1/completions") if chat else ("/v1/completions", "/v1/chat/completions")
+    foreign = TEXT_FIELDS - CHAT_FIELDS if chat else CHAT_FIELDS - TEXT_FIELDS
     for name in body:
-        if name in (TEXT_FIELDS - CHAT_FIELDS if chat else CHAT_FIELDS - TEXT_FIELDS):
+        if name in foreign:
             other = {"prompt": ", which wants messages", "messages": ", which wants prompt"}.get(name, "")
             message = f"{name} is a field of {there}; this is {here}{other}."
             raise ApiError(message, param=name, code="unknown_parameter")
@@ -213,7 +239,7 @@ def _include_usage(options: Any, stream: bool) -> bool:
     if not isinstance(options, dict):
         raise ApiError(f"stream_options must be an object, got {shown(options)}", param="stream_options")
     for name, value in options.items():
-        right = isinstance(value, bool) if name == "include_usage" else name == "include_obfuscation" and not value
+        right = isinstance(value, bool) if name == "include_usage" else name == "include_obfuscation" and value is False
         if value is not None and not right:
             raise ApiError(f"stream_options: {name}: {shown(value)} is not supported.", param="stream_options")
     return bool(options.get("include_usage"))
@@ -234,8 +260,10 @@ def _stops(value: Any) -> tuple[str, ...]:
         return ()
     if not isinstance(stops, list) or len(stops) > STOP_STRINGS_MAX:
         raise ApiError(f"stop must be a text or a list of at most {STOP_STRINGS_MAX}, got {shown(value)}", param="stop")
-    if not all(checked_text(stop, "stop", "stop") for stop in stops):
-        raise ApiError("stop must not hold an empty text.", param="stop")
+    for stop in stops:
+        if not 1 <= len(checked_text(stop, "stop", "stop")) <= STOP_CHARS_MAX:
+            message = f"A stop text must have 1 to {STOP_CHARS_MAX} characters, got {len(stop)}"
+            raise ApiError(f"stop: {message}.", param="stop")
     return tuple(dict.fromkeys(stops))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from strata_engine import __version__
+from strata_engine.streams import secure_streams
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    secure_streams()
     options = vars(_parser().parse_args(argv))
     from .config import ConfigError, load_config
     from .serving import ServeError, run

@@ -59,20 +59,24 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
 
     Raises ConfigError for a file that cannot be read, an unknown key, or a value that cannot be honoured.
     """
-    values = {} if path is None else _read(path)
-    values.update({name: value for name, value in (overrides or {}).items() if value is not None})
+    given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    values = _all_checked({} if path is None else _read(path))  # on their own: an override hides no fault
+    return Config(**{**values, **_all_checked(given)})
+
+
+def _all_checked(values: Mapping[str, Any]) -> dict[str, Any]:
     known = {f.name: f for f in fields(Config)}
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"unknown configuration key {name!r} (value {shown(value)}); known: {', '.join(known)}")
-    config = Config(**{name: _checked(name, str(known[name].type), value) for name, value in values.items()})
-    if config.log_level not in LOG_LEVELS:
-        raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {shown(config.log_level)}")
+    checked = {name: _checked(name, str(known[name].type), value) for name, value in values.items()}
+    if checked.get("log_level", "info") not in LOG_LEVELS:
+        raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {shown(checked['log_level'])}")
     try:
-        check_defaults(config.sampling)
+        check_defaults(checked.get("sampling", {}))
     except ApiError as error:
         raise ConfigError(f"sampling: {error.message}") from None
-    return config
+    return checked
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -101,8 +105,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {reason(error)}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: it is nested too deep") from None
+    except Exception as error:  # PyYAML's constructors let out whatever a value that is none raises
+        why = str(error) if isinstance(error, yaml.YAMLError | ValueError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}: {' '.join(why.split())}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -117,8 +124,10 @@ def _checked(name: str, annotation: str, value: Any) -> Any:
     wanted, words = TYPES[annotation.split("[")[0].split(" ")[0]]
     number = isinstance(value, int) and not isinstance(value, bool)
     right = number if wanted is int else isinstance(value, wanted) or (wanted is float and number)
-    if not right or (wanted is list and not all(isinstance(item, str) and item for item in value)):
+    if not right or (wanted is list and not all(isinstance(item, str) and item.strip() for item in value)):
         raise ConfigError(f"{name} must be {words}, got {shown(value)}")
+    if isinstance(value, str) and (not value.strip() or min(value) < " "):
+        raise ConfigError(f"{name} must be text without control characters and not empty, got {shown(value)}")
     if name in RANGES and not (RANGES[name][0] <= value <= RANGES[name][1]):
         raise ConfigError(f"{name} must be in {RANGES[name][0]}..{RANGES[name][1]}, got {shown(value)}")
     return tuple(value) if wanted is list else value

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strata_engine.protocol import LINE_MAX
-from strata_engine.replies import Info, Pong, Ready, Reply, parse_reply
+from strata_engine.replies import Info, Pong, Ready, Reply, VersionError, parse_reply
 from strata_engine.request import Failed
 
 from .errors import ApiError, reason, unavailable
@@ -68,7 +68,10 @@ class Link:
             raise unavailable(f"The engine went away: {reason(error)}") from None
 
     async def read(self) -> Reply:
-        """The next reply. Raises ApiError (503) when the engine is gone, (500) when it cannot be understood."""
+        """The next reply.
+
+        Raises ApiError (503) when the engine is gone or speaks another version, (500) when it cannot be understood.
+        """
         try:
             line = await self._reader.readline()
             if not line.endswith(b"\n"):
@@ -76,6 +79,8 @@ class Link:
             return parse_reply(line)
         except OSError as error:
             raise unavailable(f"The engine went away: {reason(error)}") from None
+        except VersionError as error:
+            raise ApiError(f"The engine cannot be used: {error}", status=503, code="engine_protocol") from None
         except ValueError as error:  # ReplyError, or a line past the limit
             raise ApiError(f"The engine cannot be understood: {error}", status=500, code="engine_error") from None
 

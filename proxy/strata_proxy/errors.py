@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 SHOWN = 60  # characters of an offending value that a message repeats
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_json = json.JSONEncoder(ensure_ascii=False, default=repr)
 
 
 class ApiError(Exception):
@@ -22,9 +25,9 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = printable(message)
         self.status = status
-        self.param = param
+        self.param = None if param is None else printable(param)
         self.code = code
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
         self.headers = headers or {}
@@ -35,12 +38,21 @@ class ApiError(Exception):
 
 
 def shown(value: object) -> str:
-    """`value` as an error message repeats it: as JSON has it, cut to `SHOWN` characters."""
+    """`value` as an error message repeats it: as JSON has it, cut to `SHOWN` characters, however large it is."""
+    text = ""
     try:
-        text = json.dumps(value, ensure_ascii=False, default=repr)
+        for part in _json.iterencode(value[: SHOWN + 1] if isinstance(value, str) else value):
+            text += part[: SHOWN + 1]
+            if len(text) > SHOWN:
+                return text[:SHOWN] + "..."
     except (ValueError, RecursionError):  # more digits than Python prints, or nested too deep
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+        return f"<{type(value).__name__}>"
+    return text
+
+
+def printable(text: str) -> str:
+    """`text` as UTF-8 can carry it: U+FFFD for each half of a surrogate pair, as in a path that is not UTF-8."""
+    return _SURROGATES.sub("\ufffd", text)
 
 
 def reason(error: Exception) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +14,15 @@ from strata_engine.protocol import gen_line
 from strata_engine.request import Choice, Done, Failed, PromptProgress, Reused, Token
 
 from .engine import Link, refusal
-from .errors import unavailable
+from .errors import ApiError, unavailable
 from .plan import Job
 from .stops import StopStrings
 from .vocab import TextStream, Vocab
 
-STOP_S = 2.0  # the engine ends a generation within a step; past this the connection is closed instead
+log = logging.getLogger(__name__)
+
+_SEED, _SAMPLED = re.compile(r"\bseed=(\d+)"), re.compile(r"\btemperature=")
+STOP_S = 60.0  # the engine ends a generation within a step, which may be a long one; past this it is not waited for
 BACKLOG = 32  # pieces a slow client may lag behind before its engine connection is no longer read
 
 
@@ -66,6 +71,9 @@ class Generation:
     _text: TextStream = field(default_factory=TextStream)
     _stops: StopStrings = field(init=False)
     _tokens: int = 0
+    _reused: int = 0
+    _prompt_ms: float = 0.0
+    _decoding: float = 0.0  # since when, by time.monotonic()
     _decoded: int = 0  # characters, shown or held back
     _scored: list[Scored] = field(default_factory=list)  # of tokens whose text is not decided yet
 
@@ -89,7 +97,11 @@ class Generation:
                     yield self._finish(done)
                 case Failed() as failed:
                     raise refusal(failed)
-                case Reused() | PromptProgress():
+                case Reused(count):
+                    self._reused = count
+                    yield Delta()
+                case PromptProgress(ms=ms):
+                    self._prompt_ms, self._decoding = ms, time.monotonic()
                     yield Delta()
 
     def _accept(self, choice: Choice) -> Delta:
@@ -126,16 +138,24 @@ class Generation:
         return last
 
     async def _stop(self) -> None:
-        """A stop string came: end the generation, and hear from the engine what it did."""
+        """A stop string came, so the answer is complete: end the generation, and hear what the engine did."""
         try:
             async with asyncio.timeout(STOP_S):
                 await self.link.send(b"STOP\n")
                 while not isinstance(reply := await self.link.read(), Done):
                     if isinstance(reply, Failed):
                         raise refusal(reply)
-        except TimeoutError:
-            raise unavailable("The engine did not stop when asked to.") from None
-        self.outcome = self._outcome(reply, "stop", self._tokens)
+            self.outcome = self._outcome(reply, "stop", self._tokens)
+        except (TimeoutError, ApiError) as error:  # closing the connection cancels what still runs
+            log.warning("an answer that a stop string ended: %s", str(error) or f"no DONE within {STOP_S:g} s of STOP")
+            self.outcome = self._outcome(self._known(), "stop", self._tokens)
+
+    def _known(self) -> Done:
+        """What DONE would say, as far as it is known without it."""
+        now, prompt_ms, seed = time.monotonic(), self._prompt_ms, _SEED.search(self.job.keys)
+        decode_ms = (now - self._decoding) * 1e3 if self._decoding else 0.0
+        drawn = int(seed[1]) if seed and _SAMPLED.search(self.job.keys) else None
+        return Done(self._tokens, len(self.job.prompt), prompt_ms, decode_ms, "stop", 0, 0, self._reused, drawn)
 
     def _outcome(self, done: Done, reason: str, generated: int) -> Outcome:
         return Outcome(

@@ -13,15 +13,16 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from .body import Ask, Body, parse_ask, parse_body
+from .body import Ask, parse_ask
 from .config import Config
 from .ending import Ending
 from .engine import Engine
-from .errors import ApiError, shown, unavailable
+from .errors import ApiError, printable, shown, unavailable
 from .generation import Delta, Generation, Together
 from .metrics import Metrics
 from .openai import Shape
 from .plan import plan_jobs
+from .reading import read_body
 
 CONFIG = web.AppKey("config", Config)
 ENGINE = web.AppKey("engine", Engine)
@@ -57,7 +58,13 @@ async def health(request: web.Request) -> web.Response:
         body = {"status": "unavailable", "engine": {"up": False}, **unavailable(engine.problem).body()}
         return web.json_response(body, status=503)
     info = engine.served.info
-    about = {"up": True, "version": info.engine, "model": info.model, "context": info.context, "device": info.device}
+    about = {
+        "up": True,
+        "version": info.engine,
+        "model": printable(info.model),
+        "context": info.context,
+        "device": info.device,
+    }
     return web.json_response({"status": "ok", "engine": about})
 
 
@@ -66,7 +73,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 def _model_id(config: Config, path: str) -> str:
-    return config.model_name or PurePath(path).stem
+    return printable(config.model_name or PurePath(path).stem)
 
 
 def _model(request: web.Request) -> dict[str, Any]:
@@ -88,11 +95,11 @@ async def _answer(request: web.Request, chat: bool) -> web.StreamResponse:
     events: EventStream | None = None
     try:
         async with request.app[ENDING].answering():
-            body = parse_body(await json_bytes(request))
-            ask = parse_ask(body, chat, request.app[CONFIG].sampling, request.app[CONFIG].max_choices)
+            config = request.app[CONFIG]
+            ask = await read_body(request, lambda body: parse_ask(body, chat, config.sampling, config.max_choices))
             if ask.stream:
-                events = EventStream(request, request.app[CONFIG].keepalive_s, ask.include_usage)
-            return await _generate(request, ask, body, events)
+                events = EventStream(request, config.keepalive_s, ask.include_usage)
+            return await _generate(request, ask, events)
     except ApiError as error:
         if events is None or not events.begun:
             raise  # nothing was sent yet: the status can still say it
@@ -100,9 +107,9 @@ async def _answer(request: web.Request, chat: bool) -> web.StreamResponse:
         return events.response
 
 
-async def _generate(request: web.Request, ask: Ask, body: Body, events: EventStream | None) -> web.StreamResponse:
+async def _generate(request: web.Request, ask: Ask, events: EventStream | None) -> web.StreamResponse:
     begun = time.monotonic()
-    async with _generations(request, ask, body) as (shape, generations):
+    async with _generations(request, ask) as (shape, generations):
         try:
             if events is not None:
                 return await _stream(events, ask, shape, generations)
@@ -111,27 +118,13 @@ async def _generate(request: web.Request, ask: Ask, body: Body, events: EventStr
             request.app[METRICS].count(request.path, begun, generations)
 
 
-async def json_bytes(request: web.Request) -> bytes:
-    """The body, if its type lets it be JSON. Raises ApiError (415).
-
-    No type, and the one that curl -d sends, will do too; but not from a web page, which could send them to this
-    machine's proxy from any site without the browser asking first.
-    """
-    kind = request.content_type if "Content-Type" in request.headers else "nothing"
-    from_a_program = "Origin" not in request.headers and kind in ("nothing", "application/x-www-form-urlencoded")
-    if kind != "application/json" and not kind.endswith("+json") and not from_a_program:
-        message = f"The body must be JSON: send the header Content-Type: application/json (got {kind})."
-        raise ApiError(message, status=415, code="unsupported_media_type")
-    return await request.read()
-
-
 @asynccontextmanager
-async def _generations(request: web.Request, ask: Ask, body: Body) -> AsyncIterator[tuple[Shape, list[Generation]]]:
+async def _generations(request: web.Request, ask: Ask) -> AsyncIterator[tuple[Shape, list[Generation]]]:
     """The request's generations, each on a connection of its own that leaving the context closes."""
     engine, config = request.app[ENGINE], request.app[CONFIG]
     async with AsyncExitStack() as stack:
         link, vocab = await stack.enter_async_context(engine.connect())
-        name = _checked_model(config, body, _model_id(config, link.info.model))
+        name = _checked_model(config, ask.model, _model_id(config, link.info.model))
         jobs = await asyncio.to_thread(plan_jobs, ask, link.info, vocab, request.app[TEMPLATE] or None)
         links = [link]
         for _ in jobs[1:]:
@@ -143,10 +136,7 @@ async def _generations(request: web.Request, ask: Ask, body: Body) -> AsyncItera
         yield shape, [Generation(job, own, vocab) for job, own in zip(jobs, links, strict=True)]
 
 
-def _checked_model(config: Config, body: Body, served: str) -> str:
-    wanted = body.get("model")
-    if wanted is not None and not isinstance(wanted, str):
-        raise ApiError(f"model must be text, got {shown(wanted)}", param="model")
+def _checked_model(config: Config, wanted: str | None, served: str) -> str:
     if config.strict_model and wanted not in (None, served):
         raise _no_model(wanted, served)
     return served

@@ -36,12 +36,16 @@ def _message(value: Any, where: str) -> dict[str, str]:
     if not isinstance(role, str) or role not in ROLES:
         raise _wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}", role)
     for name, item in value.items():
-        if name not in ("role", "content", "name") and not (name in EMPTY_ONLY and not item):
+        if name not in ("role", "content", "name") and not (name in EMPTY_ONLY and _empty(item)):
             raise _wrong(f"{where}.{name[:64]}", "is not supported", item)
     message = {"role": ROLES[role], "content": _content(value.get("content"), f"{where}.content")}
     if value.get("name") is not None:
         message["name"] = checked_text(value["name"], f"{where}.name", "messages")
     return message
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value in ("", [], {})
 
 
 def _content(value: Any, where: str) -> str:

@@ -9,6 +9,7 @@ import signal
 import socket
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_log import AccessLogger
 
 from .app import create_app
@@ -33,12 +34,24 @@ class AccessLog(AccessLogger):
             super().log(request, response, time)
 
 
+def one_line(record: logging.LogRecord) -> bool:
+    """A filter of aiohttp's log: what is malformed in a request is the client's fault and needs no traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        return True
+    record.msg, record.args = "a malformed request: %s", (" ".join(str(error)[:200].split()),)
+    record.exc_info = record.exc_text = None
+    record.levelno, record.levelname = logging.INFO, "INFO"
+    return log.isEnabledFor(logging.INFO)
+
+
 def run(config: Config) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError, and ServeError if the address cannot be used."""
     app = create_app(config)
+    logging.getLogger("aiohttp.server").addFilter(one_line)
     try:
         asyncio.run(_serve(app, config))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for a host that is no name
         message = f"cannot listen on {config.host}:{config.port}: {_reason(error)}; choose another --port or --host"
         raise ServeError(message) from None
 
@@ -79,8 +92,10 @@ def _on_signals() -> asyncio.Event:
     return signalled
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: OSError | UnicodeError) -> str:
     """Without asyncio's own words around it, which repeat the address."""
+    if isinstance(error, UnicodeError):
+        return str(error)
     if isinstance(error, socket.gaierror) or error.errno is None:
         return error.strerror or str(error)
     return os.strerror(error.errno)

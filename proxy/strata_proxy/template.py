@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -51,6 +51,18 @@ def _compiled(source: str) -> Template:
     return environment.from_string(source)
 
 
+def check_template(source: str) -> None:
+    """Raise ValueError, saying why, for a template that does not compile."""
+    if not source.strip():
+        raise ValueError("it is empty")
+    try:
+        _compiled(source)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno}: {error.message}") from None
+    except (TemplateError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
 def render_chat(source: str | None, messages: Sequence[Message], bos_token: str, eos_token: str) -> str:
     """The prompt that asks for the assistant's next message.
 
@@ -62,10 +74,12 @@ def render_chat(source: str | None, messages: Sequence[Message], bos_token: str,
             "This model has no chat template; use /v1/completions.", param="messages", code="no_chat_template"
         )
     try:
-        return _compiled(source).render(
+        text = _compiled(source).render(
             messages=messages, add_generation_prompt=True, bos_token=bos_token, eos_token=eos_token, tools=None
         )
+        text.encode()  # half a surrogate pair has no ids
     except Exception as error:  # a template is the model's code: anything may come out of it
         reason = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
         message = f"The model's chat template cannot render these messages: {reason}"
         raise ApiError(message, param="messages", code="chat_template_failed") from None
+    return text

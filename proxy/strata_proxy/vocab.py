@@ -17,6 +17,7 @@ from .spm import SPACE, ScoreMerger
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # values of tokenizer.ggml.token_type; 1 is a normal token
 BYTE_OF_CHAR = byte_of_char()
+BATCH = 1024  # texts between special tokens that are encoded in one call
 
 
 class Vocab:
@@ -116,8 +117,11 @@ class Vocab:
         self._encode_texts, self._add_bos_default = self._encode_bpe, kind.add_bos
 
     def _encode_bpe(self, parts: list[str]) -> list[list[int]]:
-        # The batch call lets other threads run meanwhile, which the single one does not.
-        return [encoding.ids for encoding in self._bpe.encode_batch_fast(parts[::2], add_special_tokens=False)]
+        # The batch call lets other threads run meanwhile, which the single one does not; but not while it makes its
+        # results, so a batch is small.
+        texts, encode = parts[::2], partial(self._bpe.encode_batch_fast, add_special_tokens=False)
+        batches = (encode(texts[at : at + BATCH]) for at in range(0, len(texts), BATCH))
+        return [encoding.ids for batch in batches for encoding in batch]
 
     def _load_spm(self, metadata: Mapping[str, Any], get: Any) -> None:
         scores = get("scores", list)

@@ -3,8 +3,10 @@
 import contextlib
 import os
 import pty
+import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -86,6 +88,11 @@ def test_version(run):
         ("--slots", "0"),
         ("--threads", "0"),
         ("--slots", "x"),
+        ("--slots", "513"),
+        ("--threads", "1025"),
+        ("--threads", "9" * 5000),
+        ("--chunk", "4097"),
+        ("--queue", "100001"),
         ("--draft", "8"),
         ("--max-context", "-1"),
         ("--device", "tpu"),
@@ -111,7 +118,41 @@ def test_a_missing_model_is_named(run, tmp_path):
 
 
 def test_a_whole_number_that_is_too_small_is_told_the_least(run):
-    assert "argument --threads: must be at least 1, got 0" in run("--threads", "0").stderr
+    assert "argument --max-context: must be at least 1, got 0" in run("--max-context", "0").stderr
+
+
+def test_a_whole_number_outside_its_range_is_told_the_range(run):
+    assert "argument --slots: must be in 1..512, got 600" in run("--slots", "600").stderr
+
+
+def test_an_empty_model_name_is_not_the_default_model(run, tmp_path):
+    assert run("--socket", str(tmp_path / "s"), "--model", "").stderr == (
+        "strata-engine: . is a directory, not a model file\n"
+    )
+
+
+@pytest.mark.parametrize("ending", ["2>&-", "2>&1 | head -1", "<&- >&- 2>&-", "2>/dev/full"])
+def test_nobody_reads_what_it_says(environment, socket_path, tmp_path, until, ending):
+    (tmp_path / "m.gguf").write_bytes(b"")
+    arguments = command("--talk", "--socket", socket_path, "--model", str(tmp_path / "m.gguf"), script=str(FAKE))
+    script = f"({shlex.join(arguments)}; echo $? >{shlex.quote(str(tmp_path))}/code) {ending}"
+    shell = subprocess.Popen(["sh", "-c", script], env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        until(lambda: shell.poll() is not None or first_word(socket_path) == b"INFO")
+        os.kill(peer(socket_path), signal.SIGTERM)
+        shell.wait(10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+    assert (tmp_path / "code").read_text() == "0\n"
+
+
+def peer(path: str) -> int:
+    """The process that listens on a socket."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+        return struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 
 
 def test_a_folder_is_no_model(run, tmp_path):

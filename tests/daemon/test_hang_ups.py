@@ -1,8 +1,11 @@
 """Clients that go away, that do not read, that flood."""
 
+import threading
 import time
 
 import pytest
+
+from strata_engine.protocol import LINE_MAX
 
 
 def test_full_close_cancels_a_running_request(start, connect, until):
@@ -123,6 +126,23 @@ def test_a_flood_does_not_slow_others(start, connect):
         took.append(time.perf_counter() - began)
     assert sorted(took)[-4] < 0.05, "and a few late ones, on a machine that others use too"
     assert max(took) < 0.5
+
+
+def test_long_lines_that_are_no_gen_do_not_slow_others(start, connect):
+    start()
+    flood, other = connect(), connect()
+    took = []
+    for _ in range(5):
+        sender = threading.Thread(target=flood.socket.sendall, args=(b"x" * LINE_MAX + b"\n",))
+        sender.start()
+        while sender.is_alive():
+            began = time.perf_counter()
+            other.send("PING")
+            assert other.line() == "PONG"
+            took.append(time.perf_counter() - began)
+        sender.join()
+        assert flood.line().startswith("ERR BAD_LINE a line of 8388608 bytes that is no GEN")
+    assert sorted(took)[-2] < 0.05, "and one late one, on a machine that others use too"
 
 
 def test_a_hundred_connections(start, connect):

@@ -9,6 +9,7 @@ import pytest
 
 from strata_engine.params import KEY_BY_NAME, KEYS, SEED_MAX, GenParams
 from strata_engine.protocol import (
+    BARE_MAX,
     ERROR_CODES,
     LINE_MAX,
     Gen,
@@ -248,12 +249,30 @@ def test_bytes_outside_printable_ascii(line):
         ("seed=1", "BAD_VALUE"),
         ("1_0", "BAD_VALUE"),
         ("65", "CONTEXT_FULL"),
-        ("9" * 100, "CONTEXT_FULL"),
+        ("9" * 64, "CONTEXT_FULL"),
+        ("9" * 65, "BAD_VALUE"),
+        ("0" * 64 + "1", "BAD_VALUE"),
+        ("-" + "9" * 64, "BAD_VALUE"),
     ],
 )
 def test_bad_max_new(text, code):
     error = refusal(f"GEN {text} 1,2")
     assert (error.code, "max_new" in error.text) == (code, True)
+
+
+@pytest.mark.parametrize("key", NUMBERS, ids=lambda key: key.name)
+def test_a_number_over_64_characters_is_refused_as_such(key):
+    error = refusal(f"GEN 5 {key.name}={'1'.zfill(65)} 1")
+    assert error.code == "BAD_VALUE" and error.text.endswith("a number has at most 64 characters")
+    assert parse(f"GEN 5 {key.name}={'1'.zfill(64)} 1")
+
+
+@pytest.mark.parametrize("line", [b"PING", b"x", b"gen ", b"GENERATE", b"", b"\xff"])
+def test_only_a_gen_may_be_long(line):
+    if line == b"PING":
+        assert parse_line(line.ljust(BARE_MAX), LIMITS) == Ping()
+    error = refusal(line.ljust(BARE_MAX + 1))
+    assert (error.code, error.text) == ("BAD_LINE", "a line of 65537 bytes that is no GEN: 65536 are the most")
 
 
 @pytest.mark.parametrize("max_new", [0, 1, 62])

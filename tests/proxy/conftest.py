@@ -65,6 +65,8 @@ class FakeEngine:
         self.refuse: str | None = None  # an ERR line in place of an answer
         self.die_after: int | None = None  # tokens before the connection is dropped
         self.silent = False  # GENs wait for ever, as in a queue
+        self.stop_after: float | None = 0.0  # seconds from STOP to DONE; None: there is no DONE
+        self.dies_at_stop = False
         self.lines: list[str] = []
         self.running = self.cancelled = self.stopped = 0
         self._server: asyncio.Server | None = None
@@ -119,11 +121,18 @@ class FakeEngine:
                 self._say(writer, "PONG")
             elif isinstance(command, Stop) and generation is not None and generation.cancel():
                 self.stopped += 1
-                self._say(writer, format_event(Done(1, 1, 1.0, 1.0, "cancel", 0, 0, 0, self.seed)))
+                await self._stop(writer)
         if generation is not None and generation.cancel():
             self.cancelled += 1
         self._writers.discard(writer)
         writer.close()
+
+    async def _stop(self, writer: asyncio.StreamWriter) -> None:
+        if self.dies_at_stop:
+            writer.transport.abort()
+        elif self.stop_after is not None:
+            await asyncio.sleep(self.stop_after)
+            self._say(writer, format_event(Done(1, 1, 1.0, 1.0, "cancel", 0, 0, 0, self.seed)))
 
     async def _line(self, reader: asyncio.StreamReader) -> bytes:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 USER = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 
@@ -140,6 +142,29 @@ async def test_stop_string_ends_the_generation(client, engine, tools):
     body = await (await client.post(CHAT, json={"messages": USER, "stop": "ba", "max_tokens": 400})).json()
     assert body["choices"][0]["message"]["content"] == "a"
     assert engine.stopped == 1 and engine.running == 0
+
+
+async def test_a_stop_string_waits_for_a_long_step(client, engine, tools):
+    engine.answer, engine.pace, engine.stop_after = tools.ids_of("ab" * 200), 0.01, 2.5
+    body = await (await client.post(CHAT, json={"messages": USER, "stop": "ba"})).json()
+    assert body["choices"][0]["message"]["content"] == "a" and body["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_stop_string_needs_no_done(client, engine, tools, monkeypatch, stream, dies):
+    monkeypatch.setattr("strata_proxy.generation.STOP_S", 0.2)
+    engine.answer, engine.pace, engine.stop_after, engine.dies_at_stop = tools.ids_of("ab" * 200), 0.01, None, dies
+    request = {"messages": USER, "stop": "ba", "temperature": 1, "seed": 5, "stream": stream}
+    response = await client.post(CHAT, json=request)
+    last = (await tools.events_of(response))[-2] if stream else await response.json()
+    assert last["choices"][0]["finish_reason"] == "stop"
+    strata = last["strata"]
+    assert (strata["seed"], strata["reused"], strata["prompt_ms"]) == (5, len(engine.prompt) // 2, 1.0)
+    if not stream:
+        assert last["choices"][0]["message"]["content"] == "a"
+        assert last["usage"]["prompt_tokens"] == len(engine.prompt) and last["usage"]["completion_tokens"] >= 3
+    await tools.until(lambda: engine.running == 0)
 
 
 async def test_text_held_for_a_stop_string_comes_out_at_the_end(client, engine, tools):

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from strata_proxy.app import create_app
 from strata_proxy.cli import main
 from strata_proxy.config import Config, ConfigError, load_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+TEXTS = ("host", "engine", "model_name", "chat_template", "log_level")
 
 
 def written(path: Path, text: str) -> Path:
@@ -57,13 +59,64 @@ def test_command_line_wins_over_the_file(tmp_path):
         ("1: 2", ["1"]),
         ("- port", ["port"]),
         ("port: [", ["config.yaml"]),
+        *[(f"{name}: {value}", [name]) for name in TEXTS for value in ("''", "' '", '"a\\0b"', '"a\\nb"')],
+        ("api_keys: [' ']", ["api_keys"]),
+        ("cors_origins: ['']", ["cors_origins"]),
+        ("port: " + "[" * 3000, ["config.yaml", "nested too deep"]),
+        ("sampling: " + "{a: " * 3000, ["config.yaml", "nested too deep"]),
+        ("port: !!timestamp x", ["config.yaml"]),
+        ("port: !!bool x", ["config.yaml"]),
+        ("port: !!int ''", ["config.yaml"]),
+        ("port: &a [*a]", ["port"]),
         ("port: !!python/object/apply:os.getcwd []", ["config.yaml"]),
     ],
 )
 def test_refused_naming_key_and_value(tmp_path, text, words):
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, text))
-    assert all(word in str(caught.value) for word in words)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [("port: eighty", {"port": 80}), ("host: ''", {"host": "::1"}), ("log_level: loud", {"log_level": "info"})],
+)
+def test_the_command_line_hides_no_fault_of_the_file(tmp_path, text, given):
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        load_config(written(tmp_path, text), given)
+
+
+@pytest.mark.parametrize("option", ["--host", "--engine"])
+def test_cli_refuses_an_empty_text(capsys, monkeypatch, option):
+    monkeypatch.setattr("strata_proxy.serving.run", lambda config: None)
+    assert main([option, ""]) == 2
+    assert option.removeprefix("--") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "a..b"])
+def test_cli_refuses_a_host_that_is_no_name(capsys, host):
+    assert main(["--host", host, "--port", "0"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("strata-proxy: cannot listen on ")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{% for %}", "line 1: Expected an expression, got 'end of statement block'"),
+        ("a\n{{ 1 | nothing }}", "line 2: No filter named 'nothing'."),
+        ("{% include", "line 1: "),
+        ("", "it is empty"),
+        (" \n", "it is empty"),
+        ("{{ " + "(" * 3000, ""),
+    ],
+)
+def test_a_broken_chat_template_stops_the_start(tmp_path, source, why):
+    file = tmp_path / "chat.jinja"
+    file.write_text(source, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        create_app(load_config(written(tmp_path, f"chat_template: {file}")))
+    said = str(caught.value)
+    assert said.startswith(f"the chat template (chat_template) {file} cannot be used: {why}") and "\n" not in said
 
 
 def test_cli_refuses_a_bad_file_in_one_line(tmp_path, capsys):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -230,6 +233,45 @@ async def test_a_model_file_that_cannot_be_read(proxy, engine, tmp_path):
     assert_error(await response.json(), "model_unusable")
     message = (await (await client.get("/health")).json())["error"]["message"]
     assert message == f"cannot read the model file {tmp_path / 'gone.gguf'}: no such file or directory"
+
+
+@pytest.fixture
+async def odd(proxy, engine, model, tmp_path):
+    """A client of a proxy whose model file has a name that is not UTF-8."""
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/m\xff\xe9.gguf")
+    shutil.copy(model, path)
+    engine.say_model(path)
+    return await proxy()
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_a_model_path_that_is_not_utf8(odd, tools, path):
+    ask = {"messages": USER} if path == CHAT else {"prompt": "a"}
+    assert (await (await odd.post(path, json=ask)).json())["model"] == "m\ufffd\ufffd"
+    events = await tools.events_of(await odd.post(path, json={**ask, "stream": True}))
+    assert events[-1] == "[DONE]" and events[0]["model"] == "m\ufffd\ufffd"
+
+
+async def test_a_model_path_that_is_not_utf8_in_models_and_health(odd):
+    name = (await (await odd.get("/v1/models")).json())["data"][0]["id"]
+    assert name == "m\ufffd\ufffd" and (await odd.get(f"/v1/models/{name}")).status == 200
+    assert (await (await odd.get("/health")).json())["engine"]["model"].endswith("/m\ufffd\ufffd.gguf")
+
+
+async def test_a_missing_model_whose_path_is_not_utf8(odd, engine, tmp_path):
+    engine.say_model(os.fsdecode(os.fsencode(tmp_path) + b"/gone\xff.gguf"))
+    response = await odd.post(TEXT, json={"prompt": "a", "stream": True})
+    assert response.status == 503 and "gone\ufffd.gguf" in (await response.json())["error"]["message"]
+
+
+async def test_an_engine_of_another_protocol_is_refused(proxy, engine):
+    engine.info = replace(engine.info, protocol=2)
+    client = await proxy(wait=False)
+    response = await client.post(TEXT, json={"prompt": "a"})
+    error = (await response.json())["error"]
+    assert (response.status, error["code"]) == (503, "engine_protocol") and not engine.gens
+    assert error["message"] == ("The engine cannot be used: it speaks version 2 of the protocol, this client version 1")
+    assert (await client.get("/health")).status == 503
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -63,7 +63,8 @@ def test_missing_template(source):
 
 
 @pytest.mark.parametrize(
-    "source", ["{% for %}", "{{ nothing.at.all }}", "{{ 1 / 0 }}", "{% include 'x' %}", "{{ 1 + 'a' }}"]
+    "source",
+    ["{% for %}", "{{ nothing.at.all }}", "{{ 1 / 0 }}", "{% include 'x' %}", "{{ 1 + 'a' }}", "{{ '\\ud800' }}"],
 )
 def test_broken_template(source):
     refused(source)

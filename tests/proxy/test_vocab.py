@@ -12,7 +12,7 @@ import pytest
 
 from strata_proxy.metadata import ModelFileError, read_metadata
 from strata_proxy.spm import SPACE, ScoreMerger
-from strata_proxy.vocab import TextStream, Vocab
+from strata_proxy.vocab import BATCH, TextStream, Vocab
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "strata"
 MODEL = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -42,6 +42,20 @@ def test_text_comes_back_through_the_stream(smollm2, case):
 
 def test_every_id_has_a_piece(smollm2):
     assert len(smollm2) == 49152 and all(isinstance(smollm2.piece(i, special=True), bytes) for i in range(len(smollm2)))
+
+
+def test_a_text_of_many_special_tokens_is_encoded_in_batches(smollm2, monkeypatch):
+    """One large call would keep every other thread waiting while it makes its results."""
+    calls, encode = [], smollm2._bpe.encode_batch_fast
+
+    class Counted:
+        def encode_batch_fast(self, texts, **options):
+            calls.append(len(texts))
+            return encode(texts, **options)
+
+    monkeypatch.setattr(smollm2, "_bpe", Counted())
+    assert smollm2.encode("a<|im_end|>" * 5000, special=True) == [81, 2] * 5000
+    assert sum(calls) == 5001 and max(calls) <= BATCH
 
 
 def test_control_tokens_are_no_text(smollm2):
