@@ -138,6 +138,7 @@ class Engine:
             model, device="cpu", context=CONTEXT, slots=4, threads=threads, progress=open_progress()
         )
         self._scheduler = Scheduler(self._backend, eos=model.eos, clock=clock)
+        self._scheduler.time_windows()
         self._scheduler.start()
         self._vocab = Vocab.load(path)
 

@@ -115,6 +115,8 @@ def _load(path: str, args: argparse.Namespace) -> Engine:
         scheduler = Scheduler(backend, eos=model.eos, queue=args.queue, chunk=args.chunk, draft=args.draft)
     except ValueError as error:
         raise StartError(str(error)) from error
+    if args.draft:
+        scheduler.time_windows()
     gc.collect()
     gc.freeze()  # what loading built stays: later collections need not look at it
     scheduler.start()

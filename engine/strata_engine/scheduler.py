@@ -19,12 +19,13 @@ import numpy as np
 from .backends.base import Backend
 from .drafts import StepTimes
 from .generation import Generation, Model, Sink
-from .params import DRAFT_MAX
+from .params import DRAFT_MAX, GenParams
 from .request import Busy, Done, Event, Failed, Reason, Request, Reused, Token
 from .rows import Choice, Draw, Int32, Rows
 from .slots import Slots
 
 log = logging.getLogger(__name__)
+_TIMED_ROWS = (1, 2, 4, 8)
 
 
 class Ticket:
@@ -129,6 +130,16 @@ class Scheduler:
             raise RuntimeError("the scheduler was started before")
         self._thread = threading.Thread(target=self._loop, name="strata-steps", daemon=True)
         self._thread.start()
+
+    def time_windows(self) -> None:
+        """Measure what steps of one window take, so that the first request's drafts need not find out. Before start."""
+        most = min(self._backend.max_rows, self._backend.context)
+        zeros, draw = np.zeros(DRAFT_MAX + 1, np.int32), Draw(GenParams(), 1, np.empty(0, np.int32))
+        for rows in [rows for rows in (*_TIMED_ROWS, *_TIMED_ROWS) if rows <= most]:  # the first round warms up
+            begin = self._clock()
+            self._backend.forward(Rows(zeros[:rows], self._positions[:rows], zeros[:rows], self._positions[:rows]))
+            self._backend.choose([draw] * rows)
+            self._times.record(rows, self._clock() - begin)
 
     def close(self) -> None:
         """End running and waiting requests with Done(reason="cancel") and join the thread; the backend stays open."""

@@ -121,3 +121,25 @@ def test_one_slow_step_does_not_count_for_ever():
     for _ in range(1100):
         times.record(1, 1.0)
     assert times.cost[2] < 1.2
+
+
+def test_windows_timed_before_the_start_price_the_first_drafts(start):
+    scheduler = start(FakeBackend(cost=lambda rows: 1.0 + (rows > 4)), run=False)
+    scheduler.time_windows()
+    cost = scheduler._times.cost
+    assert cost[1:5] == pytest.approx([1.0] * 4) and cost[8] == pytest.approx(2.0)
+
+
+def test_timing_windows_leaves_no_trace(start):
+    prompt = random_prompt(1, 40, 50)
+    answers = []
+    for timed in (False, True):
+        scheduler = start(FakeBackend(), run=False)
+        if timed:
+            scheduler.time_windows()
+        scheduler.start()
+        answer = ask(scheduler, request(prompt, 20))
+        assert answer.done.generated == 20
+        answers.append(answer.ids)
+        assert scheduler.stats()["reused_tokens"] == 0
+    assert answers[0] == answers[1]
