@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ pytest.importorskip("cuda.bindings", reason="needs the cuda extra")
 pytest.importorskip("numba.cuda", reason="needs the cuda extra")
 
 from strata_engine.backends.cuda.backend import CudaBackend
+from strata_engine.backends.cuda.device import DeviceError
 from strata_engine.params import GenParams
 from strata_engine.rows import Choice, Draw
 
@@ -54,3 +57,18 @@ def test_a_mixed_step_keeps_the_arg_max_of_its_greedy_rows() -> None:
     recorder = Recorder()
     assert backend(recorder).choose([SAMPLED, GREEDY, SCORED]) == [Choice(100), Choice(1), Choice(102)]
     assert recorder.calls == ["stage", "launch", "wait"]
+
+
+def test_a_fault_ends_the_process_whichever_call_meets_it(monkeypatch, capfd) -> None:
+    def fail(draws: list[Draw]) -> None:
+        raise DeviceError("CUDA: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    recorder = Recorder()
+    recorder.stage = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit, match="70"):
+        backend(recorder).choose([SAMPLED] * 3)
+    assert capfd.readouterr().err == "strata-engine: the GPU failed: CUDA: CUDA_ERROR_ILLEGAL_ADDRESS\n"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -115,11 +116,12 @@ class CudaBackend:
         inputs = self._ring[self._step % RING][: layout.words]
         self._step += 1
         pack(rows, layout, self._pages, inputs)
-        self._device.copy_in(self._forward.inputs, inputs)
-        self._graphs["layers", layout.bucket].launch()
         self._wanted = len(rows.wanted)
-        if self._wanted:
-            self._graphs["logits", bucket_of(self._wanted)].launch()
+        with ending_on_faults():
+            self._device.copy_in(self._forward.inputs, inputs)
+            self._graphs["layers", layout.bucket].launch()
+            if self._wanted:
+                self._graphs["logits", bucket_of(self._wanted)].launch()
 
     def choose(self, draws: Sequence[Draw]) -> list[Choice]:
         """Plain greedy rows take the arg-max that came with the logits; the others the sampling chain, on the device.
@@ -128,8 +130,9 @@ class CudaBackend:
         """
         chain = not is_plain(draws)
         if chain:
-            self._sampler.stage(draws)
-            self._graphs["chain", bucket_of(len(draws))].launch()
+            with ending_on_faults():
+                self._sampler.stage(draws)
+                self._graphs["chain", bucket_of(len(draws))].launch()
         self._wait()
         choices = [Choice(token) for token in self._choice[: self._wanted].tolist()]
         if chain:
@@ -143,12 +146,8 @@ class CudaBackend:
         return self._device.read(self._forward.buffers["logits"], (self._wanted, self.vocab), np.float32)
 
     def _wait(self) -> None:
-        """Wait for the device. Its faults cannot be recovered from: the process ends with one clear line."""
-        try:
+        with ending_on_faults():
             self._device.synchronize()
-        except DeviceError as error:
-            print(f"strata-engine: the GPU failed: {error}", file=sys.stderr, flush=True)
-            os._exit(70)
 
     def copy_bandwidth(self) -> float:
         """Bytes a second read and written by a device-to-device copy, for benchmarks."""
@@ -156,6 +155,16 @@ class CudaBackend:
 
     def close(self) -> None:
         self._device.close()
+
+
+@contextmanager
+def ending_on_faults() -> Iterator[None]:
+    """A fault of the device cannot be recovered from, whichever call meets it: the process ends with one clear line."""
+    try:
+        yield
+    except DeviceError as error:
+        print(f"strata-engine: the GPU failed: {error}", file=sys.stderr, flush=True)
+        os._exit(70)
 
 
 # -- loading
