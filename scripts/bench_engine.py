@@ -4,8 +4,10 @@
     python scripts/bench_engine.py model.gguf --device cuda --json result.json
 
 Drives the backend itself, without scheduler or socket. Decoding is greedy, each step's token fed to the next, after a
-context of --fill rows. "GB/s" counts the bytes a step must read: every weight once, and the cells of each request;
-"share" is that over the copy bandwidth measured in the same run (device to device, or memory to memory on a CPU).
+context of --fill rows. A last pair decodes one request greedily and sampled (top_k 20, top_p 0.95, min_p 0.05,
+penalties over 64 tokens) by turns; their ratio says what sampling costs. "GB/s" counts the bytes a step must read:
+every weight once, and the cells of each request; "share" is that over the copy bandwidth measured in the same run
+(device to device, or memory to memory on a CPU).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -28,6 +30,10 @@ from strata_engine.progress import NoProgress
 from strata_engine.rows import Draw, Int32, Rows
 
 NO_HISTORY = np.empty(0, np.int32)
+SAMPLED = GenParams(
+    temperature=0.8, top_k=20, top_p=0.95, min_p=0.05, penalty_repeat=1.1, penalty_freq=0.1, penalty_present=0.1, seed=1
+)
+ROUNDS = 4  # turns of greedy and sampled decoding
 COPY_BYTES = 1 << 30
 
 
@@ -46,6 +52,11 @@ def greedy(count: int) -> list[Draw]:
     return [Draw(GenParams(), 0, NO_HISTORY) for _ in range(count)]
 
 
+def sampled_draw(step: int) -> list[Draw]:
+    """The draw of one request at `step`, with a full penalty window."""
+    return [Draw(SAMPLED, step, (step + np.arange(SAMPLED.penalty_last_n, dtype=np.int32)) * 7)]
+
+
 def chunk(slot: int, first: int, count: int, vocab: int, wanted: bool) -> Rows:
     """`count` prompt rows of a slot from position `first` on."""
     position = np.arange(first, first + count, dtype=np.int32)
@@ -62,12 +73,16 @@ def read_prompt(backend: Backend, slot: int, count: int) -> None:
     backend.choose(greedy(1))
 
 
-def decode(backend: Backend, slots: int, position: int, steps: int) -> Iterator[float]:
-    """Seconds of each of `steps` steps with one row a slot."""
+def decode(
+    backend: Backend, slots: int, position: int, steps: int, draws_of: Callable[[int], list[Draw]] | None = None
+) -> Iterator[float]:
+    """Seconds of each of `steps` steps with one row a slot; `draws_of(step)`: what to choose by, else greedily."""
     slot = np.arange(slots, dtype=np.int32)
     token: Int32 = np.ones(slots, np.int32)
-    draws = greedy(slots)
+    same = greedy(slots)
+    draws_of = draws_of or (lambda step: same)
     for step in range(steps):
+        draws = draws_of(step)
         begun = time.perf_counter()
         backend.forward(Rows(slot, np.full(slots, position + step, np.int32), token, slot))
         token = np.array([choice.token for choice in backend.choose(draws)], np.int32)
@@ -100,6 +115,22 @@ def bench_decode(backend: Backend, model: Model, kv: str, slots: int, fill: int,
     step = statistics.median(times)
     rate = (weight_bytes(model) + slots * (fill + 8 + steps / 2) * cell_bytes(model, kv)) / step
     return Result(f"decode, {slots} requests", slots / step, step * 1e3, rate / 1e9, rate / copy)
+
+
+def bench_sampled(backend: Backend, fill: int, steps: int) -> tuple[Result, Result]:
+    """One request decoding greedily, then sampled, over the same positions."""
+    read_prompt(backend, 0, fill)
+    kinds = (None, sampled_draw)
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(ROUNDS + 1):  # the first warms up
+        for seconds, draws_of in zip(times, kinds, strict=True):
+            taken = list(decode(backend, 1, fill, max(steps // ROUNDS, 8), draws_of))
+            seconds += taken if turn else []
+    greedy_s, sampled_s = (statistics.median(seconds) for seconds in times)
+    return (
+        Result("greedy, 1 request", 1 / greedy_s, greedy_s * 1e3),
+        Result("sampled, 1 request", 1 / sampled_s, sampled_s * 1e3),
+    )
 
 
 def bench_prompt(backend: Backend, rows: int, repeats: int) -> Result:
@@ -150,9 +181,16 @@ def run(args: argparse.Namespace) -> dict:
     for rows in args.prompts:
         results.append(bench_prompt(backend, rows, args.repeats))
         show(results[-1])
+    pair = bench_sampled(backend, args.fill, args.steps)
+    for result in pair:
+        show(result)
+    ratio = pair[1].tokens_per_s / pair[0].tokens_per_s
+    print(f"sampled / greedy         {ratio:12.3f}")
+    results += pair
     backend.close()
     return {"model": args.model, "device": backend.device, "kv": args.kv, "ready_s": ready, "copy_gb_per_s": copy / 1e9,
-            "fill": args.fill, "results": [asdict(result) for result in results]}  # fmt: skip
+            "fill": args.fill, "sampled_over_greedy": ratio,
+            "results": [asdict(result) for result in results]}  # fmt: skip
 
 
 def numbers(text: str) -> list[int]:

@@ -10,7 +10,9 @@ from strata_engine.backends.cpu.backend import CpuBackend
 from strata_engine.model import load_model
 from strata_engine.params import GenParams
 from strata_engine.progress import NoProgress
-from strata_engine.rows import Draw, Rows
+from strata_engine.rows import Choice, Draw, Rows
+from strata_engine.sampling.cpu import CpuSampler
+from strata_engine.sampling.trials import difference, random_draw
 
 TOKENS = 150
 SHAPE = Tiny(layers=2, width=128, ff=192, heads=6, kv_heads=2, head_dim=32, kind="Q4_1", kinds={"attn_v": "Q8_0"})
@@ -76,6 +78,67 @@ def test_a_greedy_choice_is_the_largest_logit(backend) -> None:
     backend.forward(rows(0, 0, 12))
     chosen = [choice.token for choice in backend.choose([Draw(GenParams(), 0, np.empty(0, np.int32))] * 12)]
     assert chosen == backend.logits().argmax(1).tolist()
+
+
+def choose_both(backend, draws: list[Draw]) -> tuple[list[Choice], list[Choice]]:
+    """The backend's choices of the last forward, and the CPU sampler's on the same logits."""
+    chosen = backend.choose(draws)
+    return chosen, CpuSampler(SHAPE.vocab).choose(backend.logits(), draws)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 33, 100])
+def test_random_draws_are_the_cpu_samplers(backend, count: int) -> None:
+    rng = np.random.default_rng(count)
+    for _ in range(6):
+        backend.forward(rows(0, 0, count))
+        draws = [random_draw(rng, row) for row in backend.logits()]
+        assert [difference(a, b) for a, b in zip(*choose_both(backend, draws), strict=True)] == [""] * count
+
+
+def window_draws(request: int) -> list[Draw]:
+    """The draws of a window of 8 rows: histories grow row by row, as if every draft before had been accepted."""
+    kinds = (
+        GenParams(),
+        GenParams(temperature=0.9, top_p=0.95, min_p=0.05, penalty_repeat=1.2, seed=7, logprobs=5),
+        GenParams(penalty_present=1.5, penalty_freq=0.5),
+        GenParams(logprobs=3),
+        GenParams(temperature=1.5, top_k=64, seed=2**64 - 1, logit_bias=((3, 2.5), (9, -4.0), (3, 1.0))),
+    )
+    params = kinds[request % len(kinds)]
+    seen = tokens()[: 60 + 8] if params.penalised else np.empty(0, np.int32)
+    return [Draw(params, 40 + i, seen[max(0, i - 4) : 60 + i]) for i in range(8)]
+
+
+def test_windows_of_mixed_requests_are_the_cpu_samplers(backend) -> None:
+    for slot in range(5):
+        backend.forward(rows(slot, 0, 20))
+    parts = [rows(slot, 20, 28) for slot in range(5)]
+    backend.forward(
+        Rows(*(np.concatenate([getattr(p, f) for p in parts]) for f in ("slot", "position", "token")),
+             np.arange(40, dtype=np.int32))
+    )  # fmt: skip
+    draws = [draw for slot in range(5) for draw in window_draws(slot)]
+    chosen, right = choose_both(backend, draws)
+    assert [difference(a, b) for a, b in zip(chosen, right, strict=True)] == [""] * 40
+    assert chosen[:8] == [Choice(int(token)) for token in backend.logits()[:8].argmax(1)]
+
+
+def test_a_row_is_chosen_alike_alone_and_in_its_window(backend) -> None:
+    backend.forward(rows(0, 0, 20))
+    backend.forward(rows(0, 20, 28))
+    together = backend.choose(window_draws(1))
+    for i, draw in enumerate(window_draws(1)):
+        backend.forward(rows(0, 20 + i, 21 + i))
+        assert backend.choose([draw]) == [together[i]]
+
+
+def test_draws_of_one_step_do_not_stay_for_the_next(backend) -> None:
+    sampled = [Draw(GenParams(temperature=1.0, top_k=64, seed=5), i, np.empty(0, np.int32)) for i in range(8)]
+    greedy = [Draw(GenParams(), 0, np.empty(0, np.int32))] * 4
+    for draws in (sampled, greedy, sampled[:3], greedy[:1] + sampled[:1], greedy):
+        backend.forward(rows(0, 0, len(draws)))
+        chosen, right = choose_both(backend, draws)
+        assert chosen == right
 
 
 def test_a_step_without_wanted_rows(backend) -> None:

@@ -11,7 +11,15 @@ from .dump import VARIABLE, dumping
 if TYPE_CHECKING:
     from ..model import Model
 
-__all__ = ["Backend", "BackendError", "open_backend"]
+__all__ = ["Backend", "BackendError", "open_backend", "why_no_cuda"]
+
+# module that may be missing -> the package that brings it
+PACKAGES = {
+    "cuda": "cuda-bindings",
+    "cuda.bindings": "cuda-bindings",
+    "cuda.core": "cuda-core",
+    "numba.cuda": "numba-cuda",
+}
 
 
 class BackendError(Exception):
@@ -61,12 +69,22 @@ def _open(
 
 def _cuda_wanted(device: str) -> bool:
     """True if a GPU answers. Raises BackendError where it was asked for and does not."""
-    try:
-        from .cuda.device import why_unavailable
-    except ImportError as error:
-        reason: str | None = f"{error} (install the extra: pip install 'strata[cuda]')"
-    else:
-        reason = why_unavailable()
+    reason = why_no_cuda()
     if reason is not None and device == "cuda":
         raise BackendError(f"--device cuda: {reason}")
     return reason is None
+
+
+def why_no_cuda() -> str | None:
+    """None if a GPU answers and the packages that drive it are installed, else why not, in one line."""
+    try:
+        from .cuda.device import why_unavailable
+
+        reason = why_unavailable()
+        if reason is None:
+            from .cuda import backend  # noqa: F401
+    except ImportError as error:
+        package = PACKAGES.get(error.name or "", error.name)
+        what = f"the Python package {package} is missing" if package else str(error)
+        return f"{what}; `make setup EXTRAS=cuda,dev` installs what a GPU needs"
+    return reason and f"no NVIDIA GPU answers: {reason}"

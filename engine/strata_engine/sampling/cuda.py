@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..backends.cuda.device import Buffer, Device
+from ..backends.cuda.device import Buffer, Device, KernelSpec
 from ..params import LOGPROBS_MAX
 from ..rows import Choice, Draw, Float32
 from .host import Bias, is_plain, pack, sorted_bias
@@ -33,6 +33,16 @@ from .tables import (
 BIAS_LISTS = 64  # bias lists kept on the device beyond one a row
 
 
+def shape_of(vocab: int) -> Shape:
+    """How rows of `vocab` logits are cut into blocks."""
+    return Shape(wide=vocab % 4 == 0)
+
+
+def sampler_specs(vocab: int) -> list[KernelSpec]:
+    """Every kernel that a CudaSampler loads, for compiling them beside others."""
+    return [kernel_spec(name, shape_of(vocab)) for name in KERNELS]
+
+
 class CudaSampler:
     """Chooses a token for each row of a step on the GPU. One thread at a time.
 
@@ -51,7 +61,7 @@ class CudaSampler:
         ValueError if the vocabulary is too large; DeviceError without a GPU.
         """
         self.vocab, self.max_rows = vocab, max_rows
-        self.shape = shape or Shape(wide=vocab % 4 == 0)
+        self.shape = shape or shape_of(vocab)
         self.blocks = self.shape.blocks(vocab)
         if self.blocks > MAX_BLOCKS or vocab * max_rows >= 2**31:
             raise ValueError(f"{max_rows} rows of {vocab} logits are more than the sampler can number")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...progress import Progress
 from ...rows import Choice, Draw, Float32, Rows
-from ...sampling.cpu import CpuSampler
+from ...sampling.cuda import CudaSampler, sampler_specs
+from ...sampling.host import is_plain
 from .device import Device, DeviceError, Graph, build_missing
 from .forward import Forward, Layer, Sizes, page_table
 from .inputs import BUCKETS, MAX_ROWS, bucket_of, pack
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 RING = 4  # steps whose inputs may wait for the device
-RESERVE = 512 << 20  # bytes left for the driver, graphs and kernels
+RESERVE = 512 << 20  # bytes left for the driver, graphs, kernels and the sampler
 
 
 class CudaBackend:
@@ -47,7 +50,7 @@ class CudaBackend:
         self._pages = page_table(self._sizes)
         self._graphs: dict[tuple[str, int], Graph] = {}
         self._ring = [self._device.pinned(self._forward.inputs.size // 4) for _ in range(RING)]
-        self._sampler = CpuSampler(self.vocab)
+        self._sampler = self._open_sampler()
         self._step = self._wanted = 0
         self._capture(progress)
 
@@ -70,8 +73,16 @@ class CudaBackend:
                 "lower --slots or --max-context, or take --kv f16"
             )
 
+    def _open_sampler(self) -> CudaSampler:
+        from .. import BackendError
+
+        try:
+            return CudaSampler(self.vocab, self.max_rows, self._device)
+        except ValueError as error:
+            raise BackendError(f"--device cuda: {error}; --device cpu serves this model") from None
+
     def _compile(self, progress: Progress) -> None:
-        specs = self._forward.specs()
+        specs = self._forward.specs() + sampler_specs(self.vocab)
         with progress.stage("compiling kernels", total=len(specs)) as stage:
             build_missing(specs, self._device.cc, lambda done, total: stage.advance(1))
         for spec in specs:
@@ -80,15 +91,17 @@ class CudaBackend:
     def _capture(self, progress: Progress) -> None:
         """Capture every graph, so that no request waits for one; then run the smallest once."""
         buckets = [bucket for bucket in BUCKETS if bucket <= self.max_rows]
-        with progress.stage("capturing graphs", total=2 * len(buckets)) as stage:
+        with progress.stage("capturing graphs", total=3 * len(buckets)) as stage:
             for bucket in buckets:
-                with self._device.capture() as graph:
-                    self._forward.layers(bucket)
-                self._graphs["layers", bucket] = graph
-                with self._device.capture() as graph:
-                    self._forward.logits(bucket)
-                self._graphs["logits", bucket] = graph
-                stage.advance(2, f"{bucket} rows")
+                for name, queue in (
+                    ("layers", self._forward.layers),
+                    ("logits", self._forward.logits),
+                    ("chain", partial(self._sampler.capture, self._forward.buffers["logits"])),
+                ):
+                    with self._device.capture() as graph:
+                        queue(bucket)
+                    self._graphs[name, bucket] = graph
+                stage.advance(3, f"{bucket} rows")
         zero = np.zeros(1, np.int32)
         self.forward(Rows(zero, zero, zero, zero))
         self._device.synchronize()
@@ -103,21 +116,28 @@ class CudaBackend:
         inputs = self._ring[self._step % RING][: layout.words]
         self._step += 1
         pack(rows, layout, self._pages, inputs)
-        self._device.copy_in(self._forward.inputs, inputs)
-        self._graphs["layers", layout.bucket].launch()
         self._wanted = len(rows.wanted)
-        if self._wanted:
-            self._graphs["logits", bucket_of(self._wanted)].launch()
+        with ending_on_faults():
+            self._device.copy_in(self._forward.inputs, inputs)
+            self._graphs["layers", layout.bucket].launch()
+            if self._wanted:
+                self._graphs["logits", bucket_of(self._wanted)].launch()
 
     def choose(self, draws: Sequence[Draw]) -> list[Choice]:
-        """Plain greedy rows take the device's arg-max; the others go through the CPU's sampling chain."""
+        """Plain greedy rows take the arg-max that came with the logits; the others the sampling chain, on the device.
+
+        The chain's graph follows the forward's in stream order, so parameters are packed while that still runs.
+        """
+        chain = not is_plain(draws)
+        if chain:
+            with ending_on_faults():
+                self._sampler.stage(draws)
+                self._graphs["chain", bucket_of(len(draws))].launch()
         self._wait()
-        choices = [Choice(int(token)) for token in self._choice[: self._wanted]]
-        rest = [i for i, draw in enumerate(draws) if not plain(draw)]
-        if rest:
-            logits = np.stack([self._row(i) for i in rest])
-            for i, choice in zip(rest, self._sampler.choose(logits, [draws[i] for i in rest]), strict=True):
-                choices[i] = choice
+        choices = [Choice(token) for token in self._choice[: self._wanted].tolist()]
+        if chain:
+            pairs = zip(draws, choices, self._sampler.read(), strict=True)
+            choices = [greedy if is_plain((draw,)) else chosen for draw, greedy, chosen in pairs]
         return choices
 
     def logits(self) -> Float32:
@@ -125,16 +145,9 @@ class CudaBackend:
         self._wait()
         return self._device.read(self._forward.buffers["logits"], (self._wanted, self.vocab), np.float32)
 
-    def _row(self, index: int) -> Float32:
-        return self._device.read(self._forward.buffers["logits"], self.vocab, np.float32, 4 * self.vocab * index)
-
     def _wait(self) -> None:
-        """Wait for the device. Its faults cannot be recovered from: the process ends with one clear line."""
-        try:
+        with ending_on_faults():
             self._device.synchronize()
-        except DeviceError as error:
-            print(f"strata-engine: the GPU failed: {error}", file=sys.stderr, flush=True)
-            os._exit(70)
 
     def copy_bandwidth(self) -> float:
         """Bytes a second read and written by a device-to-device copy, for benchmarks."""
@@ -144,10 +157,14 @@ class CudaBackend:
         self._device.close()
 
 
-def plain(draw: Draw) -> bool:
-    """True if the arg-max of the raw logits is the answer."""
-    params = draw.params
-    return not (params.sampled or params.penalised or params.logit_bias or params.logprobs is not None)
+@contextmanager
+def ending_on_faults() -> Iterator[None]:
+    """A fault of the device cannot be recovered from, whichever call meets it: the process ends with one clear line."""
+    try:
+        yield
+    except DeviceError as error:
+        print(f"strata-engine: the GPU failed: {error}", file=sys.stderr, flush=True)
+        os._exit(70)
 
 
 # -- loading

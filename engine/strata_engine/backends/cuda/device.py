@@ -50,9 +50,12 @@ def why_unavailable() -> str | None:
     try:
         check(driver.cuInit(0))
         count = check(driver.cuDeviceGetCount())
+    except DeviceError as error:
+        return str(error)
     except Exception as error:  # a missing driver library raises whatever its loader raises
-        return str(error).strip().splitlines()[0]
-    return None if count else "no GPU"
+        log.debug("loading the driver: %s", error)
+        return "the NVIDIA driver library (libcuda) cannot be loaded"
+    return None if count else "the driver knows of none"
 
 
 # -- kernels on disk

@@ -1,0 +1,28 @@
+"""What a person reads who asks for a GPU that cannot be used."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from strata_engine import backends
+
+
+@pytest.mark.parametrize(("module", "package"), [("cuda.bindings", "cuda-bindings"), ("cuda", "cuda-bindings")])
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch, module: str, package: str) -> None:
+    for name in [n for n in sys.modules if n.startswith(("cuda.bindings", "strata_engine.backends.cuda."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(backends.BackendError) as caught:
+        backends._cuda_wanted("cuda")
+    expected = f"--device cuda: the Python package {package} is missing; `make setup EXTRAS=cuda,dev` installs"
+    assert str(caught.value).startswith(expected)
+    assert not backends._cuda_wanted("auto")
+
+
+def test_no_gpu_is_one_line(monkeypatch) -> None:
+    device = pytest.importorskip("strata_engine.backends.cuda.device", reason="needs the cuda extra")
+    monkeypatch.setattr(device, "why_unavailable", lambda: "no driver")
+    with pytest.raises(backends.BackendError, match=r"^--device cuda: no NVIDIA GPU answers: no driver$"):
+        backends._cuda_wanted("cuda")
