@@ -139,7 +139,7 @@ def test_timing_windows_leaves_no_trace(start):
             scheduler.time_windows()
         scheduler.start()
         answer = ask(scheduler, request(prompt, 20))
-        assert answer.done.generated == 20
+        assert answer.done().generated == 20
         answers.append(answer.ids)
         assert scheduler.stats()["reused_tokens"] == 0
     assert answers[0] == answers[1]

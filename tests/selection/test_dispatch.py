@@ -36,3 +36,15 @@ def test_the_switch_keeps_wide_for_prompt_calls_only(monkeypatch):
 
 def test_rows_too_long_to_sample_run_wide():
     assert dispatch.choose(256, 1 << 19, 1 << 19) == "wide"
+
+
+@pytest.mark.parametrize("queries", [1, 8, 9, 256])
+@pytest.mark.parametrize(("blocks", "kernel"), [(4096, "sample"), (4097, "wide"), (32767, "wide"), (32768, "sample")])
+def test_where_the_bound_is_loose_wide_runs(queries, blocks, kernel):
+    assert dispatch.choose(queries, blocks, LONG) == kernel
+
+
+def test_a_window_is_spread_only_where_that_pays():
+    assert dispatch.choose(8, 65535, LONG) == "sample"
+    assert dispatch.choose(8, 65536, LONG) == "window"
+    assert dispatch.choose(9, 65536, LONG) == "sample"
