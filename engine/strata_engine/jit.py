@@ -21,7 +21,7 @@ from .paths import cache_home
 log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parent
-_KERNEL_FOLDERS = ("backends/cpu", "sampling", "selection")
+_KERNEL_FOLDERS = ("backends/cpu", "backends/cuda", "sampling", "selection")
 
 
 def _sources_digest() -> str:

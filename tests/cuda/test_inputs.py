@@ -57,3 +57,20 @@ def test_parts_do_not_overlap() -> None:
 @pytest.mark.parametrize("tiles, units", [(60, 9), (36, 24), (192, 32), (256, 224), (8016, 64), (17, 1)])
 def test_every_slice_has_work(tiles: int, units: int) -> None:
     assert 1 <= slices_of(tiles, units) <= min(16, units)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_packed_tiles_are_those_of_the_twin(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    runs = [(slot, int(rng.integers(0, 60)), int(rng.integers(1, 20))) for slot in rng.permutation(6)]
+    slot = np.concatenate([np.full(count, s, np.int32) for s, _, count in runs])
+    position = np.concatenate([np.arange(at, at + count, dtype=np.int32) for _, at, count in runs])
+    layout = Layout(bucket_of(len(slot)), int(rng.integers(1, 9)), slots=6)
+    out = np.full(layout.words, 77, np.int32)
+    pages = rng.permutation(12).astype(np.int32).reshape(6, 2)
+    pack(Rows(slot, position, position + 100, ints(0)), layout, pages, out)
+    tiles = query_tiles(slot, position, layout.tile_rows)
+    packed = out[layout.offset("tiles") // 4 :].reshape(-1, 2)
+    assert np.array_equal(packed[: len(tiles)], tiles) and not packed[len(tiles) :].any()
+    cells = out[layout.offset("cell") // 4 :][: len(slot)]
+    assert np.array_equal(cells, pages[slot, position // 64] * 64 + position % 64)

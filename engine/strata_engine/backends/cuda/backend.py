@@ -48,6 +48,7 @@ class CudaBackend:
         self._forward = load_forward(self._device, model, self._sizes, self._choice.ctypes.data, progress)
         self._compile(progress)
         self._pages = page_table(self._sizes)
+        self._layouts = {bucket: self._forward.layout(bucket) for bucket in BUCKETS if bucket <= max_rows}
         self._graphs: dict[tuple[str, int], Graph] = {}
         self._ring = [self._device.pinned(self._forward.inputs.size // 4) for _ in range(RING)]
         self._sampler = self._open_sampler()
@@ -110,7 +111,7 @@ class CudaBackend:
 
     def forward(self, rows: Rows) -> None:
         """Queue a step; returns before it is done."""
-        layout = self._forward.layout(bucket_of(len(rows)))
+        layout = self._layouts[bucket_of(len(rows))]
         if self._step % RING == 0:
             self._wait()  # the oldest inputs are about to be overwritten
         inputs = self._ring[self._step % RING][: layout.words]

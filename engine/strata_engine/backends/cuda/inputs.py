@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...jit import njit
 from ...rows import Int32, Rows
 from .shapes import CELLS
 
@@ -62,16 +63,27 @@ def query_tiles(slot: Int32, position: Int32, tile_rows: int) -> Int32:
     return np.stack([starts, ends - starts], axis=1).astype(np.int32)
 
 
+@njit(nogil=True, cache=True)
+def _fill(slot, position, token, wanted, pages, bucket, tile_rows, out):
+    """`pack` in one compiled call: it stands between two steps of the GPU, which waits for it."""
+    n, tile = len(token), MAX_ROWS + 4 * bucket
+    out[:] = 0
+    for i in range(len(wanted)):
+        out[i] = wanted[i]
+    first = 0  # of the tile at hand
+    for i in range(n):
+        at = MAX_ROWS + i
+        out[at], out[at + bucket] = token[i], position[i]
+        out[at + 2 * bucket] = pages[slot[i], position[i] // CELLS] * CELLS + position[i] % CELLS
+        out[at + 3 * bucket] = slot[i]
+        joined = i + 1 < n and slot[i + 1] == slot[i] and position[i + 1] == position[i] + 1
+        if not joined or i + 1 - first == tile_rows:
+            out[tile], out[tile + 1] = first, i + 1 - first
+            first, tile = i + 1, tile + 2
+    for i in range(n, bucket):
+        out[MAX_ROWS + bucket + i] = -1
+
+
 def pack(rows: Rows, layout: Layout, pages: Int32, out: Int32) -> None:
-    """Fill `out` [layout.words] for a step; pages [slots, pages a slot]."""
-    n, bucket, count = len(rows), layout.bucket, len(rows.wanted)
-    tiles_at = MAX_ROWS + 4 * bucket
-    out[count:] = 0
-    out[:count] = rows.wanted
-    parts = out[MAX_ROWS:tiles_at].reshape(4, bucket)
-    parts[1, n:] = -1
-    position = parts[1, :n]
-    parts[0, :n], position[:], parts[3, :n] = rows.token, rows.position, rows.slot
-    parts[2, :n] = pages[rows.slot, position // CELLS] * CELLS + position % CELLS
-    tiles = query_tiles(rows.slot, rows.position, layout.tile_rows)
-    out[tiles_at : tiles_at + tiles.size] = tiles.ravel()
+    """Fill `out` [layout.words] for a step; pages [slots, pages a slot]. The twin of its tiles is `query_tiles`."""
+    _fill(rows.slot, rows.position, rows.token, rows.wanted, pages, layout.bucket, layout.tile_rows, out)
