@@ -112,7 +112,9 @@ def _load(path: str, args: argparse.Namespace) -> Engine:
     except (ModelError, BackendError) as error:
         raise StartError(" ".join(str(error).split())) from error
     try:
-        scheduler = Scheduler(backend, eos=model.eos, queue=args.queue, chunk=args.chunk, draft=args.draft)
+        scheduler = Scheduler(
+            backend, eos=model.eos, queue=args.queue, chunk=args.chunk or backend.chunk, draft=args.draft
+        )
     except ValueError as error:
         raise StartError(str(error)) from error
     if args.draft:
@@ -206,9 +208,8 @@ def _parser() -> argparse.ArgumentParser:
         "--chunk",
         metavar="N",
         type=_whole(1, CHUNK_MAX),
-        default=64,
         help="most prompt tokens read in one step: small keeps other requests' tokens flowing, large reads faster;"
-        " the tokens are the same (default: %(default)s)",
+        " the tokens are the same (default: what suits the device, 64 on the CPU, 512 on a GPU)",
     )
     add(
         "--draft",

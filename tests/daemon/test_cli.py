@@ -256,7 +256,13 @@ class Model:
 
 
 class Backend:
-    device, vocab, context, slots, max_rows = "cpu", 100, 512, 4, 64
+    device, vocab, context, slots, max_rows, chunk = "cpu", 100, 512, 4, 64, 16
+
+    def forward(self, rows):
+        pass
+
+    def choose(self, draws):
+        pass
 
     def close(self):
         pass
@@ -295,6 +301,11 @@ def test_load_hands_the_options_on(load):
     load("--slots", "2", "--threads", "1", "--kv", "f16", "--device", "cpu", "--max-context", "100", "--chunk", "8")
     asked = {name: load.asked[name] for name in ("slots", "threads", "kv", "device", "context")}
     assert asked == {"slots": 2, "threads": 1, "kv": "f16", "device": "cpu", "context": 100}
+
+
+@pytest.mark.parametrize(("options", "chunk"), [((), 16), (("--chunk", "8"), 8)])
+def test_the_chunk_is_the_devices_unless_given(load, options, chunk):
+    assert load(*options).scheduler._chunk == chunk
 
 
 def test_a_context_over_the_models_is_refused(load):

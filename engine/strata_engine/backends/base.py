@@ -20,6 +20,7 @@ class Backend(Protocol):
     context: int  # cells a slot: positions 0..context-1
     slots: int
     max_rows: int  # most rows a step
+    chunk: int  # prompt rows a step that read fast and yet keep other requests' tokens flowing
 
     def forward(self, rows: Rows) -> None:
         """Write the cells of `rows` and compute the logits of the wanted ones; they stay valid until the next call."""

@@ -19,7 +19,7 @@ class FirstLogitsDump:
         with open(path, "ab"):  # fail now rather than at the first request
             self._path = path
         self.device, self.vocab, self.context = backend.device, backend.vocab, backend.context
-        self.slots, self.max_rows = backend.slots, backend.max_rows
+        self.slots, self.max_rows, self.chunk = backend.slots, backend.max_rows, backend.chunk
 
     def forward(self, rows: Rows) -> None:
         self._backend.forward(rows)

@@ -36,6 +36,7 @@ class CudaBackend:
     """backends.base.Backend on one NVIDIA GPU. Cells are halves (`kv="f16"`) or two halves each (`"f32"`)."""
 
     device = "cuda"
+    chunk = MAX_ROWS
 
     def __init__(
         self, model: Model, *, context: int, slots: int, kv: str = "f32", max_rows: int = MAX_ROWS, progress: Progress
