@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         type=_whole(1, THREADS_MAX),
         default=min(_cores(), THREADS_MAX),
-        help="CPU threads (default: the cores this process may use, here %(default)s)",
+        help="CPU threads (default: the physical cores this process may use, here %(default)s)",
     )
     add(
         "--kv",
@@ -226,10 +226,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--version", action="version", version=f"strata-engine {__version__}")
     return parser
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

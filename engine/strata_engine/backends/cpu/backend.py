@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...cores import usable_cores
 from ...model import Geometry, Model
 from ...progress import Progress
 from ...rows import Choice, Draw, Float32, Int32, Rows
@@ -44,7 +44,7 @@ class CpuBackend:
         progress: Progress,
     ) -> None:
         self.vocab, self.context, self.slots, self.max_rows = model.vocab, context, slots, max_rows
-        self._team = Team(threads or len(os.sched_getaffinity(0)))
+        self._team = Team(threads or usable_cores())
         self._sizes = _sizes(model.geometry, context, max_rows)
         _return_large_blocks()
         with progress.stage("reading weights", total=model.geometry.layers + 1) as stage:
