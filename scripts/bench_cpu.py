@@ -31,6 +31,7 @@ import numpy as np
 from bench_sampler import machine, positive
 
 from strata_engine.backends.cpu.backend import CpuBackend
+from strata_engine.cores import usable_cores
 from strata_engine.jit import njit
 from strata_engine.model import load_model
 from strata_engine.params import GenParams
@@ -275,7 +276,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description="Time the CPU backend.")
     add = parser.add_argument
     add("--model", type=Path, default=default_model(), metavar="FILE.gguf")
-    add("--threads", type=positive, default=len(os.sched_getaffinity(0)))
+    add("--threads", type=positive, default=usable_cores())
     add("--requests", type=positive, nargs="+", default=[1, 4], help="decoding at once (default: 1 4)")
     add("--behind", type=positive, default=128, help="prompt tokens before the decoding (default: %(default)s)")
     add("--new", type=positive, default=64, help="tokens decoded by each request (default: %(default)s)")

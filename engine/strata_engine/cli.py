@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__
+from .cores import usable_cores
 from .listener import ListenError, listen
 from .params import DRAFT_MAX
 from .paths import DEFAULT_MODEL, default_model
@@ -194,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         "--threads",
         metavar="N",
         type=_whole(1, THREADS_MAX),
-        default=min(_cores(), THREADS_MAX),
+        default=min(usable_cores(), THREADS_MAX),
         help="CPU threads (default: the physical cores this process may use, here %(default)s)",
     )
     add(
