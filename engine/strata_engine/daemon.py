@@ -1,7 +1,7 @@
 """The daemon: one event loop that owns the socket, the connections and their requests' way to the scheduler.
 
 The loop never computes: loading runs in a thread of its own, tokens come from the scheduler's step thread through a
-mailbox, long lines are parsed by one helper thread.
+mailbox, long lines are parsed by a thread of their own.
 """
 
 from __future__ import annotations
@@ -160,8 +160,9 @@ async def serve_until_signal(listener: Listener, load: Callable[[], Engine]) -> 
     loop = asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
         stop.set()
         log.info("%s: ending", number.name)
 

@@ -114,6 +114,7 @@ class Scheduler:
         self._slots = Slots(backend.slots)
         self._positions: Int32 = np.arange(backend.context + DRAFT_MAX + 1, dtype=np.int32)
         self._times = StepTimes(backend.max_rows)
+        self._settled = True  # nothing of the step before is still being computed
         self._runs: list[_Run] = []
         self._step_runs: list[_Run] = []  # the runs with rows in this step
         self._waiting: deque[Ticket] = deque()
@@ -268,7 +269,10 @@ class Scheduler:
         counters.steps += 1
         counters.rows += rows
         counters.busy_s += seconds
-        if wanted == rows or rows > 16:  # a few prompt rows without logits would make small windows look cheap
+        # A device may come back from a step that wants no logits before it is done; the next one then waits for both.
+        alone, self._settled = self._settled, wanted > 0
+        small = rows <= 16 and wanted < rows  # a few prompt rows without logits would make small windows look cheap
+        if alone and wanted and not small:
             self._times.record(rows, seconds)
 
     def _plan(self) -> list[_Run]:

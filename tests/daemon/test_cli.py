@@ -1,20 +1,24 @@
 """strata-engine as a process: options, exit codes, signals, second starts."""
 
 import contextlib
+import fcntl
 import os
 import pty
+import select
 import shlex
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
 import pytest
 
 from strata_engine import backends, cli
+from strata_engine.rows import Choice
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 
@@ -194,6 +198,7 @@ def until_shown(terminal: int, words: bytes | None) -> bytes:
     shown = b""
     with contextlib.suppress(OSError):
         while words is None or words not in shown:
+            assert select.select([terminal], [], [], 20)[0], f"nothing more came after {shown!r}"
             part = os.read(terminal, 4096)
             if not part:
                 break
@@ -241,6 +246,31 @@ def test_a_signal_ends_it_cleanly(spawn, connect, socket_path, number):
     assert not os.path.exists(socket_path)
 
 
+def test_a_second_signal_of_another_kind_ends_it_at_once(spawn, connect, until):
+    process = spawn()
+    client = connect()
+    client.send(*["STATS"] * 4000)  # more than the socket holds: the engine waits for this client to read
+    seen = [0]
+
+    def full():
+        time.sleep(0.05)
+        seen.append(unread(client.socket))
+        return seen[-1] == seen[-2] > 0
+
+    until(full)
+    process.send_signal(signal.SIGTERM)
+    for line in process.stderr:
+        if "SIGTERM: ending" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == -signal.SIGINT
+
+
+def unread(client: socket.socket) -> int:
+    """Bytes that a socket has received."""
+    return struct.unpack("i", fcntl.ioctl(client, termios.FIONREAD, bytes(4)))[0]
+
+
 def test_a_signal_while_loading_ends_it_cleanly(spawn, socket_path):
     process = spawn("--slow-load")
     process.terminate()
@@ -263,6 +293,12 @@ class Backend:
 
     def choose(self, draws):
         pass
+
+    def forward(self, rows):
+        pass
+
+    def choose(self, draws):
+        return [Choice(0) for _ in draws]
 
     def close(self):
         pass

@@ -64,7 +64,7 @@ def test_of_many_started_at_once_one_listens(socket_path, monkeypatch):
     barrier = threading.Barrier(8)
 
     def begin():
-        barrier.wait()
+        barrier.wait(10)
         try:
             listeners.append(listen(socket_path))
         except ListenError as error:
@@ -77,7 +77,7 @@ def test_of_many_started_at_once_one_listens(socket_path, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(20)
     assert (len(listeners), len(errors)) == (1, 7)
     listeners[0].remove()
 

@@ -52,9 +52,7 @@ def _open(
     model: Model, device: str, context: int, slots: int, threads: int | None, kv: str, progress: Progress
 ) -> Backend:
     if device != "cpu" and _cuda_wanted(device):
-        from .cuda.backend import CudaBackend
-
-        return CudaBackend(model, context=context, slots=slots, kv=kv, progress=progress)
+        return _open_cuda(model, context, slots, kv, progress)
     from .cpu.backend import CpuBackend
 
     try:
@@ -65,6 +63,21 @@ def _open(
             f"{slots} slots of {context} cells do not fit in memory: lower --slots or --max-context, or take --kv f16"
         ) from None
     return backend
+
+
+def _open_cuda(model: Model, context: int, slots: int, kv: str, progress: Progress) -> Backend:
+    from .cuda.backend import CudaBackend
+    from .cuda.device import DeviceError, OutOfMemoryError
+
+    try:
+        return CudaBackend(model, context=context, slots=slots, kv=kv, progress=progress)
+    except OutOfMemoryError:
+        raise BackendError(
+            f"{slots} slots of {context} cells do not fit beside the model in the GPU's memory:"
+            " lower --slots or --max-context, or take --kv f16"
+        ) from None
+    except DeviceError as error:
+        raise BackendError(f"the GPU cannot be used: {error}; --device cpu does without it") from error
 
 
 def _cuda_wanted(device: str) -> bool:

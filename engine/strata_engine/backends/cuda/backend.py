@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class CudaBackend:
     ) -> None:
         self.vocab, self.context, self.slots, self.max_rows = model.vocab, context, slots, max_rows
         self._device = Device()
+        self._thread = threading.get_ident()  # the one on which the device is current
         self._sizes = Sizes(model.geometry, context, slots, max_rows, {"f16": 1, "f32": 2}[kv])
         self._check_memory(model)
         self._choice = self._device.pinned(max_rows)
@@ -112,6 +114,9 @@ class CudaBackend:
 
     def forward(self, rows: Rows) -> None:
         """Queue a step; returns before it is done."""
+        if self._thread != (thread := threading.get_ident()):  # loading and steps have a thread each
+            self._device.use()
+            self._thread = thread
         layout = self._layouts[bucket_of(len(rows))]
         if self._step % RING == 0:
             self._wait()  # the oldest inputs are about to be overwritten

@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import pathlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -147,6 +148,18 @@ def build_to_disk(spec: KernelSpec, cc: tuple[int, int]) -> str:
     return spec.name
 
 
+def end_with_parent() -> None:
+    """In a worker process: end when the process that started it does, however that ends."""
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def build_missing(
     specs: Sequence[KernelSpec], cc: tuple[int, int], report: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
@@ -157,7 +170,7 @@ def build_missing(
     log.info("compiling %d kernels for sm_%d%d (once; kept in %s)", len(missing), *cc, cache_folder())
     workers = min(len(missing), os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=end_with_parent) as pool:
         jobs = [pool.submit(build_to_disk, spec, cc) for spec in missing.values()]
         for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
             job.result()
@@ -278,7 +291,7 @@ class Device:
         check(driver.cuMemFree(buffer.address))
 
     def pinned(self, words: int) -> NDArray[np.int32]:
-        """Zeroed page-locked host memory that graphs copy from or to."""
+        """Zeroed page-locked host memory: copies start from it, kernels write to it."""
         size = 4 * max(words, 1)
         address = int(check(driver.cuMemHostAlloc(size, 0)))
         self._pinned.append(address)
@@ -288,10 +301,6 @@ class Device:
     def copy_in(self, buffer: Buffer, source: NDArray) -> None:
         """Queue a copy from page-locked memory; captured if a graph is being captured."""
         check(driver.cuMemcpyHtoDAsync(buffer.address, source.ctypes.data, source.nbytes, self.stream))
-
-    def copy_out(self, target: NDArray, buffer: Buffer, offset: int = 0) -> None:
-        """Queue a copy to page-locked memory."""
-        check(driver.cuMemcpyDtoHAsync(target.ctypes.data, buffer.at(offset), target.nbytes, self.stream))
 
     # -- kernels
 
@@ -376,7 +385,8 @@ class Device:
         return sorted(rates[1:])[repeats // 2]
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give everything back. Any thread, once no other uses the device."""
+        self.use()
         self.synchronize()
         for address in self._pinned:
             check(driver.cuMemFreeHost(address))

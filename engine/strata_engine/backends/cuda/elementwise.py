@@ -23,7 +23,6 @@ from .emit import (
 from .epilogue import RESIDUAL, better, store_stream
 from .layout import Format
 
-EMBED_THREADS = 256
 ARGMAX_WARPS = 8
 ARGMAX_THREADS = 32 * ARGMAX_WARPS
 

@@ -191,15 +191,6 @@ class Emitter:
         """`count` (1, 2 or 4) aligned words at a word index of global memory."""
         return self._vector(self.b.gep(pointer, [self.i64(index)]), count)
 
-    def load_once(self, pointer: Any, index: Any, count: int) -> list[Any]:
-        """The same for data that nothing writes and that is read once: it must not push others out of L1."""
-        address = self.b.gep(pointer, [self.i64(index)])
-        if count == 1:
-            return [self.asm("ld.global.nc.L1::no_allocate.u32 $0, [$1];", I32, "=r,l", address)]
-        names = ", ".join(f"${i}" for i in range(count))
-        text = f"ld.global.nc.L1::no_allocate.v{count}.u32 {{{names}}}, [${count}];"
-        return self.asm(text, [I32] * count, ",".join(["=r"] * count) + ",l", address)
-
     def shared(self, offset: Any) -> Any:
         """A word pointer to the byte `offset` of the block's dynamic shared memory."""
         module, name = self.b.module, "strata_shared"
@@ -380,12 +371,6 @@ def exp2(e: Emitter, a: Any) -> Any:
 @macro(f32)
 def reciprocal(e: Emitter, a: Any) -> Any:
     return e.asm("rcp.rn.f32 $0, $1;", F32, "=f,f", a)
-
-
-@macro(f32)
-def reciprocal_root(e: Emitter, a: Any) -> Any:
-    root = e.asm("sqrt.rn.f32 $0, $1;", F32, "=f,f", a)
-    return e.asm("rcp.rn.f32 $0, $1;", F32, "=f,f", root)
 
 
 @macro(floats(4))

@@ -33,7 +33,7 @@ class Layout:
 
     bucket: int
     tile_rows: int  # rows that fit a query tile
-    slots: int
+    slots: int  # of the engine
 
     @property
     def most_tiles(self) -> int:
