@@ -43,7 +43,8 @@ class StartError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the engine; the exit status: 0 ended by a signal, 2 could not start, 130 Ctrl-C before it listened."""
+    """Run the engine; the exit status: 0 ended by a signal, 2 could not start, 70 the GPU failed while serving,
+    130 Ctrl-C before it listened."""
     secure_streams()
     args = _parser().parse_args(argv)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -79,6 +79,8 @@ class Turn:
 
 
 class Connection(asyncio.Protocol):
+    """One client, as asyncio's protocol of its socket; see the module. Used on the event loop alone."""
+
     def __init__(self, host: Host) -> None:
         self._host = host
         self._input = bytearray()

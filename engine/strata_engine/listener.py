@@ -22,6 +22,8 @@ class ListenError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Listener:
+    """A socket that listens, and which file is its own."""
+
     socket: socket.socket
     path: str
     identity: tuple[int, int]  # device and inode of the file that was bound

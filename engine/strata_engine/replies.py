@@ -66,6 +66,7 @@ Reply = Info | Ready | Event | Pong | StatsReply | Unknown
 
 
 def format_info(info: Info) -> str:
+    """The INFO line; pairs that the model has no value for are missing."""
     pairs: dict[str, object] = {
         "protocol": info.protocol,
         "engine": info.engine,
@@ -83,10 +84,12 @@ def format_info(info: Info) -> str:
 
 
 def format_ready(context: int) -> str:
+    """The READY line."""
     return f"READY {context} stop"
 
 
 def format_stats(values: Mapping[str, float]) -> str:
+    """The STATS line, keys in the order of `values`."""
     return " ".join(["STATS", *(f"{name}={_stat(value)}" for name, value in values.items())])
 
 
@@ -100,6 +103,7 @@ def format_error(code: str, text: str) -> str:
 
 
 def format_event(event: Event) -> str:
+    """The line that tells a client of `event`, without its LF."""
     match event:
         case Token(choice):
             return _format_token(choice)

@@ -54,11 +54,15 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class Token:
+    """The next token of the answer."""
+
     choice: Choice
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
+    """The request ended: counts in tokens, times in milliseconds without the wait for a slot."""
+
     generated: int
     prompt: int
     prompt_ms: float

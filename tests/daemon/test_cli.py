@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from strata_engine import backends, cli
-from strata_engine.rows import Choice
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 
@@ -293,12 +292,6 @@ class Backend:
 
     def choose(self, draws):
         pass
-
-    def forward(self, rows):
-        pass
-
-    def choose(self, draws):
-        return [Choice(0) for _ in draws]
 
     def close(self):
         pass

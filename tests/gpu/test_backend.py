@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from tiny_model import Tiny, write_model
@@ -51,6 +53,13 @@ def read_in_chunks(backend, slot: int, chunk: int) -> np.ndarray:
         backend.forward(rows(slot, first, min(first + chunk, TOKENS)))
         out.append(backend.logits())
     return np.concatenate(out)
+
+
+def test_another_thread_than_the_loading_one_may_run_the_steps(backend) -> None:
+    here = read_in_chunks(backend, 0, 64)
+    with ThreadPoolExecutor(1) as steps:
+        there = steps.submit(read_in_chunks, backend, 1, 64).result(60)
+    assert np.array_equal(here, there)
 
 
 def test_logits_are_the_cpu_backends(model, backend) -> None:

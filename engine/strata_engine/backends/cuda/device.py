@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import pathlib
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -149,7 +150,8 @@ def build_to_disk(spec: KernelSpec, cc: tuple[int, int]) -> str:
 
 
 def end_with_parent() -> None:
-    """In a worker process: end when the process that started it does, however that ends."""
+    """In a worker process: end when the process that started it does, however that ends, and leave Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 
     def wait() -> None:
@@ -168,7 +170,7 @@ def build_missing(
     if not missing:
         return
     log.info("compiling %d kernels for sm_%d%d (once; kept in %s)", len(missing), *cc, cache_folder())
-    workers = min(len(missing), os.cpu_count() or 1)
+    workers = min(len(missing), len(os.sched_getaffinity(0)))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=end_with_parent) as pool:
         jobs = [pool.submit(build_to_disk, spec, cc) for spec in missing.values()]
