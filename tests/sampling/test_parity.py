@@ -71,7 +71,6 @@ def test_a_file_without_cases_exits_2(tmp_path):
         {"params": {"draw": -1}},
         {"params": {"draw": 0, "unknown": 1}},
         {"history": [8]},
-        {"token": 8},
     ],
 )
 def test_a_damaged_case_is_refused(change):
@@ -82,7 +81,7 @@ def test_a_damaged_case_is_refused(change):
 
 
 def test_a_damaged_case_exits_2(tmp_path):
-    done = run_script("--cases", altered_cases(tmp_path / "cases.json", lambda cases: cases[1].update(token=99)))
+    done = run_script("--cases", altered_cases(tmp_path / "cases.json", lambda cases: cases[1].update(history=[-1])))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("sampler_parity: --cases") and "Traceback" not in done.stderr
 

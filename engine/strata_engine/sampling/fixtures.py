@@ -44,8 +44,8 @@ class Case:
         params = dict(case["params"])
         index = params.pop("draw")
         draw = Draw(_checked(GenParams(**params)), index, np.array(case.get("history", ()), np.int32))
-        if not all(0 <= token < len(logits) for token in (case["token"], *draw.history)):
-            raise ValueError(f"a token is outside the vocabulary 0..{len(logits) - 1}")
+        if not all(0 <= token < len(logits) for token in draw.history):
+            raise ValueError(f"the history is outside the vocabulary 0..{len(logits) - 1}")
         if not 0 <= index <= SEED_MAX:
             raise ValueError(f"draw {index} must be in 0..2^64-1")
         return cls(logits, draw, case["token"], case.get("kept"), case.get("u"))
