@@ -145,7 +145,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--trials", type=int, default=0, metavar="N", help="random rows a vocabulary (default: none)")
     parser.add_argument("--vocab", type=int, nargs="+", default=SIZES, metavar="V", help="of the random rows")
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), metavar="N", help="for the reference")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.trials < 0 or options.jobs < 1 or min(options.vocab) < 1:
+        parser.error("--jobs and --vocab are at least 1, --trials at least 0")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -127,12 +127,19 @@ def check(case: Case, device: str, reps: int) -> bool:
 
 
 def cases_of_file(path: str) -> list[tuple[Case, str]]:
-    """The cases of a JSON file of recorded answers, each with the SHA-256 of its right ids."""
+    """The cases of a JSON file of recorded answers, each with the SHA-256 of its right ids.
+
+    Raises OSError, LookupError, TypeError or ValueError for a file that holds none, or a damaged one.
+    """
     with open(path) as file:
         entries = json.load(file)["cases"]
+    if not entries:
+        raise ValueError("it holds none")
     cases = []
     for entry in entries:
         row = scores.make_row(entry["kind"], entry["n_kv"], entry["seed"])
+        if not 0 < entry["width"] <= entry["n_kv"]:
+            raise ValueError(f"width {entry['width']} of {entry['n_kv']} cells")
         padded = np.full((1, -(-len(row) // 4) * 4), np.nan, dtype=np.float32)
         padded[0, : len(row)] = row
         record = np.array([[entry["n_kv"] - 1, entry["n_kv"], entry["n_kv"] // 4, entry["width"]]], dtype=np.int32)
@@ -155,13 +162,13 @@ def selftest_cases() -> list[Case]:
     return cases + [make_case(kind, 20003, 64, 20003, prompt=False) for kind in scores.KINDS]
 
 
-def default_device() -> str:
-    """cuda where a GPU answers, else cpu."""
+def why_no_gpu() -> str | None:
+    """Why the cases cannot run on a GPU here; None where one answers."""
     try:
-        from numba import cuda
-    except ImportError:
-        return "cpu"
-    return "cuda" if cuda.is_available() else "cpu"
+        from strata_engine.backends.cuda.device import why_unavailable
+    except ImportError as error:
+        return f"the CUDA packages cannot be loaded: {error}"
+    return why_unavailable()
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -171,7 +178,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("reps", type=int, nargs="?", default=10)
     parser.add_argument("capacity", type=int, nargs="?", help="cells that a row of scores has room for")
     parser.add_argument("--prompt", action="store_true", help="the last QUERIES positions of the context")
-    parser.add_argument("--device", choices=sorted(RUNNERS), default=default_device())
+    parser.add_argument("--device", choices=sorted(RUNNERS), help="default: cuda where a GPU answers, else cpu")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--selftest", action="store_true", help="a matrix of small cases")
     group.add_argument("--active", action="store_true", help="short contexts in rows of a large capacity")
@@ -180,10 +187,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     chosen = [args.context is not None, args.selftest, args.active, args.cases is not None]
     if sum(chosen) != 1:
         parser.error("give one of CONTEXT, --selftest, --active, --cases")
+    if args.prompt and args.context is None:
+        parser.error("--prompt goes with CONTEXT")
     if args.context is not None:
         args.capacity = args.capacity or args.context
         if not (0 < args.context <= args.capacity < 1 << 29 and args.queries > 0 and args.reps > 0):
             parser.error("CONTEXT, QUERIES and REPS are at least 1, CONTEXT at most CAPACITY")
+    missing = None if args.device == "cpu" else why_no_gpu()
+    if missing and args.device == "cuda":
+        parser.error(f"--device cuda: no GPU answers: {missing}")
+    args.device = args.device or ("cpu" if missing else "cuda")
     return args
 
 
@@ -192,8 +205,8 @@ def main(argv: list[str]) -> int:
     if args.cases:
         try:
             recorded = cases_of_file(args.cases)
-        except (OSError, ValueError, KeyError) as error:
-            print(f"topk_parity: cannot read the cases of {args.cases}: {error}", file=sys.stderr)
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            print(f"topk_parity: cannot read the cases of {args.cases}: {error!r}", file=sys.stderr)
             return 2
         results = [check_recorded(case, sha256, args.device) for case, sha256 in recorded]
     elif args.selftest:

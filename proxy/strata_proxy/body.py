@@ -87,6 +87,9 @@ def parse_body(data: bytes, yielding: bool = False) -> Body:
         raise ApiError(f"The body is not UTF-8 (byte {error.start}).", code="invalid_json") from None
     except RecursionError:
         raise ApiError("The body is nested too deep.", code="invalid_json") from None
+    except _NotJsonError as error:
+        param = _field_not_json(data)
+        raise ApiError(f"The body is not valid JSON: {error}", param=param, code="invalid_json") from None
     except ValueError as error:
         raise ApiError(f"The body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
@@ -128,8 +131,26 @@ def parse_ask(body: Body, chat: bool, defaults: Mapping[str, Any], max_choices: 
     )
 
 
+class _NotJsonError(ValueError):
+    """NaN or an infinity, which Python's parser and many others write and read."""
+
+
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise _NotJsonError(f"{name} is not JSON")
+
+
+def _field_not_json(data: bytes) -> str | None:
+    """The first field of a body that is or holds NaN or an infinity; None if more is wrong with the body."""
+    try:
+        body = json.loads(data, parse_constant=_NotJsonError)
+        return next(name for name, value in body.items() if _holds_not_json(value))
+    except (ValueError, AttributeError, StopIteration, RecursionError):
+        return None
+
+
+def _holds_not_json(value: Any) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, _NotJsonError) or any(map(_holds_not_json, inside))
 
 
 # The parser keeps the interpreter to itself until it calls a Python function, which these are.

@@ -32,9 +32,9 @@ def assert_error(body, code=None, param=None):
         b'"text"',
         b"null",
         b'{"prompt": "a"} x',
-        b'{"prompt": "a", "temperature": NaN}',
-        b'{"prompt": "a", "temperature": Infinity}',
-        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "temperature": NaN} x',
+        b"[NaN]",
+        b"NaN",
         b'{"prompt": "a", "prompt": "b"}',
         b'{"prompt": "\xff"}',
         b"[" * 100_000,
@@ -47,6 +47,17 @@ async def test_bodies_that_are_no_json_object(client, data):
     response = await client.post(TEXT, data=data, headers=JSON)
     assert response.status == 400
     assert_error(await response.json(), "invalid_json")
+
+
+@pytest.mark.parametrize("constant", [b"NaN", b"Infinity", b"-Infinity"])
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [(b'"temperature": %b', "temperature"), (b'"logit_bias": {"3": %b}', "logit_bias"), (b'"stop": ["a", %b]', "stop")],
+)
+async def test_constants_that_are_not_json_are_refused_by_field(client, constant, field, param):
+    response = await client.post(TEXT, data=b'{"prompt": "a", %b}' % (field % constant), headers=JSON)
+    assert response.status == 400
+    assert_error(await response.json(), "invalid_json", param)
 
 
 async def test_overflowing_numbers_are_refused_by_name(client):

@@ -53,13 +53,37 @@ def test_a_wrong_answer_in_the_cases_is_a_mismatch(tmp_path, field):
     assert done.stdout.splitlines()[-1] == "2 of 3 cases match"
 
 
-@pytest.mark.parametrize("arguments", [("--cases", "missing.json"), ("--device", "tpu"), ("extra",)])
+@pytest.mark.parametrize("arguments", [("--cases", "missing.json"), ("--device", "tpu"), ("extra",), ("--vocab", "0")])
 def test_bad_arguments_exit_2(arguments):
     assert run_script(*arguments).returncode == 2
 
 
 def test_a_file_without_cases_exits_2(tmp_path):
     assert run_script("--cases", altered_cases(tmp_path / "cases.json", list.clear)).returncode == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"params": {"draw": 0, "top_k": 0}},
+        {"params": {"draw": 0, "temperature": "hot"}},
+        {"params": {"draw": 0, "temperature": 1.0}},
+        {"params": {"draw": -1}},
+        {"params": {"draw": 0, "unknown": 1}},
+        {"history": [8]},
+    ],
+)
+def test_a_damaged_case_is_refused(change):
+    case = {"vocab": 8, "logits_seed": 1, "scale": 1.0, "params": {"draw": 0}, "token": 1}
+    assert fixtures.Case.parse(case).token == 1
+    with pytest.raises((LookupError, TypeError, ValueError)):
+        fixtures.Case.parse(case | change)
+
+
+def test_a_damaged_case_exits_2(tmp_path):
+    done = run_script("--cases", altered_cases(tmp_path / "cases.json", lambda cases: cases[1].update(history=[-1])))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("sampler_parity: --cases") and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("fixture", fixtures.FIXTURES, ids=lambda fixture: fixture.name)

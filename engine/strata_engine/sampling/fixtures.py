@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..params import GenParams
+from ..params import KEYS, SEED_MAX, GenParams
 from ..rows import Choice, Draw, Float32, Int32
 from .reference import Chain, Float64, Int64, Reference, best, log_softmax, top_logprobs, without_nan
 
@@ -33,14 +33,21 @@ class Case:
 
     @classmethod
     def parse(cls, case: dict[str, Any]) -> Case:
-        """A case of `tests/data/sampler.json`; that file's `meta` says how its logits are made."""
+        """A case of `tests/data/sampler.json`; that file's `meta` says how its logits are made.
+
+        Raises LookupError, TypeError or ValueError for a damaged one.
+        """
         noise = np.random.RandomState(case["logits_seed"]).standard_normal(case["vocab"])
         logits = (noise * case["scale"]).astype(np.float32)
         for target, source in case.get("copies", ()):
             logits[target] = logits[source]
         params = dict(case["params"])
         index = params.pop("draw")
-        draw = Draw(GenParams(**params), index, np.array(case.get("history", ()), np.int32))
+        draw = Draw(_checked(GenParams(**params)), index, np.array(case.get("history", ()), np.int32))
+        if not all(0 <= token < len(logits) for token in draw.history):
+            raise ValueError(f"the history is outside the vocabulary 0..{len(logits) - 1}")
+        if not 0 <= index <= SEED_MAX:
+            raise ValueError(f"draw {index} must be in 0..2^64-1")
         return cls(logits, draw, case["token"], case.get("kept"), case.get("u"))
 
     def mismatch(self, choose: Choose) -> str:
@@ -54,6 +61,17 @@ class Case:
         right = (self.token, self.kept or 1, None if self.u is None else f"{self.u:.8f}")
         got = (found.token, found.kept, None if found.u is None else f"{found.u:.8f}")
         return "" if got == right else f"reference: (token, kept, u) {got}, not {right}"
+
+
+def _checked(params: GenParams) -> GenParams:
+    """`params` if a request could carry them. Raises TypeError or ValueError."""
+    for key in KEYS:
+        value = getattr(params, key.name)
+        if key.kind in ("float", "int") and value != key.default and not key.in_range(value):
+            raise ValueError(f"{key.name} {value} must be {key.rule}")
+    if params.sampled and params.seed is None:
+        raise ValueError("a sampled case needs a seed")
+    return params
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ Twin: `reference.select_rows`. A query is one task; queries run side by side on 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from ..jit import njit
 from .reference import BLOCK, CELLS, TAIL_BONUS, WIDTH, Float32, Int32
 
 _BIN_BITS = 11
