@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +17,11 @@ from .attention import CHUNK, DIMS, SEGMENT, SPAN, STATE
 from .forward import COUNTERS, MATRICES, PHASES_A_LAYER, PHASES_ELSEWHERE, Buffers, Sizes, run_step
 from .layout import TILE, Arena, pad
 from .matmul import GROUP
+from .memory import drop_compiler_code, return_large_blocks
 from .precompile import CELL_TYPES, ensure_compiled
 from .team import LAG, Team
 
 MAX_ROWS = 512
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 
 class CpuBackend:
@@ -46,7 +44,7 @@ class CpuBackend:
         self.vocab, self.context, self.slots, self.max_rows = model.vocab, context, slots, max_rows
         self._team = Team(threads or usable_cores())
         self._sizes = _sizes(model.geometry, context, max_rows)
-        _return_large_blocks()
+        return_large_blocks()
         with progress.stage("reading weights", total=model.geometry.layers + 1) as stage:
             arena, matrices, norms = _weights(model, self._sizes, stage.advance)
         weights = arena, matrices, norms
@@ -66,6 +64,7 @@ class CpuBackend:
             self.forward(Rows(one, one, one, none))
             self._sampler.warm_up()
             stage.advance(1, "done")
+        drop_compiler_code()
 
     def forward(self, rows: Rows) -> None:
         arrays = [np.ascontiguousarray(a, np.int32) for a in (rows.slot, rows.position, rows.token, rows.wanted)]
@@ -88,12 +87,6 @@ class CpuBackend:
 
     def close(self) -> None:
         self._team.close()
-
-
-def _return_large_blocks() -> None:
-    """Have the C library give freed arrays back to the system, instead of learning to keep them."""
-    with suppress(AttributeError, OSError):  # glibc only
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
 
 
 def _spans(rows: Rows) -> Int32:
