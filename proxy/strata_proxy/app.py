@@ -166,8 +166,9 @@ async def _authorise(request: web.Request, handler: Handler) -> web.StreamRespon
     """With `api_keys` set, all but /health and /metrics needs one of them."""
     keys = request.app[CONFIG].api_keys
     if keys and request.path not in OPEN:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
-        if not any(hmac.compare_digest(given, key.encode()) for key in keys):
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        given = token.strip().encode("utf-8", "surrogateescape")
+        if scheme.lower() != "bearer" or not any(hmac.compare_digest(given, key.encode()) for key in keys):
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError("A valid API key is needed.", status=401, code="invalid_api_key", headers=headers)
     return await handler(request)

@@ -364,11 +364,12 @@ async def test_metrics_count_clients_that_left(client, engine, tools):
 
 async def test_api_keys(proxy):
     client = await proxy(api_keys=("one", "two"))
-    for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "Bearer é"}):
+    for headers in ({}, *({"Authorization": text} for text in ("Bearer three", "Bearer é", "two", "Basic two"))):
         response = await client.get("/v1/models", headers=headers)
         assert response.status == 401
         assert_error(await response.json(), "invalid_api_key")
-    assert (await client.get("/v1/models", headers={"Authorization": "Bearer two"})).status == 200
+    for text in ("Bearer two", "bearer two"):  # the scheme has no case
+        assert (await client.get("/v1/models", headers={"Authorization": text})).status == 200
     assert (await client.get("/health")).status == 200
 
 
