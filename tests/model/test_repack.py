@@ -4,8 +4,9 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tiny_model import AFFINE, OTHERS, random_blocks
+from tiny_model import AFFINE, OTHERS, Tiny, random_blocks, write_model
 
+from strata_engine.model import load_model
 from strata_engine.model.repack import readable, repack
 
 
@@ -64,3 +65,9 @@ def test_floats_need_no_whole_blocks(kind):
 @pytest.mark.parametrize(("kind", "expected"), [("F32", True), ("IQ4_XS", True), ("I8", False), ("F64", False)])
 def test_readable_types_hold_weights(kind, expected):
     assert readable(Type[kind]) is expected
+
+
+@pytest.mark.parametrize(("kind", "told"), [("Q4_1", False), ("BF16", False), ("Q2_K", True), ("IQ4_XS", True)])
+def test_weights_that_are_rounded_are_told(tmp_path, caplog, kind, told):
+    load_model(write_model(tmp_path / "m.gguf", Tiny(kind=kind, width=256, ff=256, heads=4, kv_heads=2, head_dim=64)))
+    assert (f"{kind} are rounded to half precision" in caplog.text) is told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ import numpy as np
 from ..rows import Float32
 from .geometry import Geometry, RopeScaling, rope_table
 from .header import HeaderError, check_header, list_size
-from .repack import Matrix, readable, repack
+from .repack import Matrix, exact, readable, repack
+
+log = logging.getLogger(__name__)
 
 ARCHITECTURES = ("llama",)
 _LAYER_VECTORS = ("attn_norm", "ffn_norm")
@@ -103,6 +106,7 @@ def load_model(path: str | os.PathLike[str]) -> Model:
         _check_tensors(geometry, tensors)
         ends = [_token(reader, key, geometry.vocab) for key in _END_KEYS]
         bos = _token(reader, "bos_token_id", geometry.vocab)
+        _tell_rounded(path, tensors)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
     return Model(path, geometry, bos, frozenset(end for end in ends if end is not None), tensors)
@@ -223,6 +227,13 @@ def _check_tensors(geometry: Geometry, tensors: dict[str, gguf.ReaderTensor]) ->
             raise ModelError(f"tensor '{name}' has the type {tensor.tensor_type.name}, which holds no weights")
     if extra:
         raise ModelError(f"tensor {min(extra)!r} is not part of a plain llama model; leaving it out changes answers")
+
+
+def _tell_rounded(path: str, tensors: dict[str, gguf.ReaderTensor]) -> None:
+    """Exact weights are the rule; what cannot be kept is said."""
+    rounded = sorted({t.tensor_type.name for t in tensors.values() if len(t.shape) > 1 and not exact(t.tensor_type)})
+    if rounded:
+        log.warning("%s: weights of type %s are rounded to half precision", path, ", ".join(rounded))
 
 
 def _expected_shapes(g: Geometry) -> Iterator[tuple[str, tuple[int, ...]]]:

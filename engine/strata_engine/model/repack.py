@@ -73,6 +73,11 @@ def readable(kind: Type) -> bool:
     return True
 
 
+def exact(kind: Type) -> bool:
+    """True if `repack` keeps every weight of this type, False if it rounds them to half precision."""
+    return kind in _SPLITTERS or kind in (Type.F32, Type.F16, Type.BF16)
+
+
 def repack(name: str, kind: Type, data: NDArray, cols: int) -> Matrix:
     """The matrix of a GGUF tensor whose raw data is `data` [rows, ...]; types that are not affine become f16."""
     rows = data.shape[0]
