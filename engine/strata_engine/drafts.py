@@ -96,6 +96,10 @@ class AcceptRates:
             if guess != token:
                 return
 
+    def chance(self, length: int) -> float:
+        """How likely the first draft after a match of `length` is accepted."""
+        return self._rate[_CLASS[length]]
+
     def width(self, length: int, most: int, tokens: float, cost: Sequence[float], rows: int) -> tuple[int, float]:
         """How many of `most` drafts to offer and how many of them to expect accepted.
 

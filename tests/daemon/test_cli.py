@@ -285,7 +285,7 @@ class Model:
 
 
 class Backend:
-    device, vocab, context, slots, max_rows, chunk = "cpu", 100, 512, 4, 64, 16
+    device, feeds, vocab, context, slots, max_rows, chunk = "cpu", False, 100, 512, 4, 64, 16
 
     def forward(self, rows):
         pass
