@@ -29,13 +29,13 @@ class Recorder:
     def synchronize(self) -> None:
         self.calls.append("wait")
 
-    def stage(self, draws: list[Draw]) -> None:
+    def stage(self, draws: list[Draw], rows: int) -> None:
         self.calls.append("stage")
 
     def launch(self) -> None:
         self.calls.append("launch")
 
-    def read(self) -> list[Choice]:
+    def read(self, draws: list[Draw]) -> list[Choice]:
         return [Choice(100 + i) for i in range(3)]
 
 
@@ -53,14 +53,14 @@ def test_greedy_rows_run_no_chain() -> None:
     assert recorder.calls == ["wait"]
 
 
-def test_a_mixed_step_keeps_the_arg_max_of_its_greedy_rows() -> None:
+def test_one_row_that_is_not_plain_takes_the_step_through_the_chain() -> None:
     recorder = Recorder()
-    assert backend(recorder).choose([SAMPLED, GREEDY, SCORED]) == [Choice(100), Choice(1), Choice(102)]
+    assert backend(recorder).choose([SAMPLED, GREEDY, SCORED]) == [Choice(100), Choice(101), Choice(102)]
     assert recorder.calls == ["stage", "launch", "wait"]
 
 
 def test_a_fault_ends_the_process_whichever_call_meets_it(monkeypatch, capfd) -> None:
-    def fail(draws: list[Draw]) -> None:
+    def fail(draws: list[Draw], rows: int) -> None:
         raise DeviceError("CUDA: CUDA_ERROR_ILLEGAL_ADDRESS")
 
     def leave(code: int) -> None:

@@ -95,12 +95,14 @@ class CudaBackend:
     def _capture(self, progress: Progress) -> None:
         """Capture every graph, so that no request waits for one; then run the smallest once."""
         buckets = [bucket for bucket in BUCKETS if bucket <= self.max_rows]
+        sampler, logits = self._sampler, self._forward.buffers["logits"]
+        chain = partial(sampler.capture, logits, requests=sampler.requests, chosen=sampler.chosen)
         with progress.stage("capturing graphs", total=3 * len(buckets)) as stage:
             for bucket in buckets:
                 for name, queue in (
                     ("layers", self._forward.layers),
                     ("logits", self._forward.logits),
-                    ("chain", partial(self._sampler.capture, self._forward.buffers["logits"])),
+                    ("chain", chain),
                 ):
                     with self._device.capture() as graph:
                         queue(bucket)
@@ -131,21 +133,20 @@ class CudaBackend:
                 self._graphs["logits", bucket_of(self._wanted)].launch()
 
     def choose(self, draws: Sequence[Draw]) -> list[Choice]:
-        """Plain greedy rows take the arg-max that came with the logits; the others the sampling chain, on the device.
+        """Plain greedy rows take the arg-max that came with the logits; beside others, the chain's, which is the same.
 
         The chain's graph follows the forward's in stream order, so parameters are packed while that still runs.
         """
         chain = not is_plain(draws)
         if chain:
+            bucket = bucket_of(len(draws))
             with ending_on_faults():
-                self._sampler.stage(draws)
-                self._graphs["chain", bucket_of(len(draws))].launch()
+                self._sampler.stage(draws, bucket)
+                self._graphs["chain", bucket].launch()
         self._wait()
-        choices = [Choice(token) for token in self._choice[: self._wanted].tolist()]
         if chain:
-            pairs = zip(draws, choices, self._sampler.read(), strict=True)
-            choices = [greedy if is_plain((draw,)) else chosen for draw, greedy, chosen in pairs]
-        return choices
+            return self._sampler.read(draws)
+        return [Choice(token) for token in self._choice[: self._wanted].tolist()]
 
     def logits(self) -> Float32:
         """The logits of the wanted rows, a copy on the host."""
