@@ -8,8 +8,8 @@ ahead. Decoding is greedy, each step's token fed to the next, after a context of
 request greedily and sampled (top_k 20, top_p 0.95, min_p 0.05, penalties over 64 tokens) by turns; their ratio says
 what sampling costs. "GB/s" counts the bytes a step must read: every weight once, and the cells of each request; "share"
 is that over the copy bandwidth measured in the same run (device to device, or memory to memory on a CPU). On a GPU
-"host" is the host's time to queue a step and take it, and "idle" the share of a step in which the GPU waits, by
-replaying the step's graph alone.
+"host" is the host's time to queue a step, which passes while the GPU computes, and "idle" the share of a step in which
+the GPU waits for the host, by replaying the step's graph alone.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Result:
     ms_per_step: float
     gb_per_s: float | None = None  # None where arithmetic, not memory, is the limit
     share: float | None = None
-    host_us: float | None = None  # the host's time a step
-    idle: float | None = None  # share of a step in which the GPU waits
+    host_us: float | None = None  # to queue a step
+    idle: float | None = None  # share of a step in which the GPU waits for the host
 
 
 def greedy(count: int) -> list[Draw]:
@@ -115,17 +115,18 @@ def decode(
 
 
 def host_seconds(backend: Backend, slots: int, position: int, draws: list[Draw], steps: int = 50) -> float:
-    """The host's time to queue a decode step and to take it once it is done."""
+    """The host's time to queue a decode step while the one ahead runs."""
     pipeline, slot = Pipeline(backend, time.perf_counter), np.arange(slots, dtype=np.int32)
+    rows = Rows(slot, np.full(slots, position, np.int32), slot, slot)
     times = []
     for _ in range(steps):
         begun = time.perf_counter()
-        pipeline.queue(Rows(slot, np.full(slots, position, np.int32), slot, slot), draws=draws)
-        queued = time.perf_counter()
-        time.sleep(0.01)
-        waited = time.perf_counter()
+        pipeline.queue(rows, draws=draws)
+        times.append(time.perf_counter() - begun)
+        if len(pipeline) == pipeline.depth:
+            pipeline.take()
+    while pipeline:
         pipeline.take()
-        times.append(time.perf_counter() - waited + queued - begun)
     return statistics.median(times)
 
 
