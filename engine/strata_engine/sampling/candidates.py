@@ -153,15 +153,14 @@ def biased(logit, ints, at, entry, token):
 
 
 @inlined
-def penalised(logit, count, floats, at):
+def penalised(logit, count, repeat, freq, present):
     """Penalties on a logit whose token came `count` times. Rounded operation by operation, never fused."""
-    repeat = floats[at + REPEAT]
     logit = mul(logit, repeat) if logit <= np.float32(0.0) else divide(logit, repeat)
-    return sub(logit, add(mul(np.float32(count), floats[at + FREQ]), floats[at + PRESENT]))
+    return sub(logit, add(mul(np.float32(count), freq), present))
 
 
-def adjuster(shape: Shape) -> tuple[Any, Any, Any]:
-    """Three device functions: `mark` what is penalised or biased in a segment, `adjust` its logits, look one up.
+def adjuster(shape: Shape) -> tuple[Any, Any, Any, Any]:
+    """Device functions: `mark` what is penalised or biased in a segment, two to adjust its logits, one to look one up.
 
     What is marked has a bit in the word of `hits` of the thread that holds its logit, and its adjusted logit in the
     table, by local index. ints[begin:end]: the block's entries, tables.py says of what. `late`: the local index of the
@@ -190,12 +189,14 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any]:
         `hits` is 0, and a barrier has passed; another ends this.
         """
         thread, alone = cuda.threadIdx.x, False
-        for start in range(begin, end, 4 * threads):
+        start = begin
+        while start < end:
             a, b, c, d = load_entries(ints, start, end, thread, threads)
             mark_one(local_part(a), hits)
             mark_one(local_part(b), hits)
             mark_one(local_part(c), hits)
             mark_one(local_part(d), hits)
+            start += opaque(4 * threads)
         if late >= 0:
             cuda.syncthreads()
             if thread == 0:
@@ -209,42 +210,57 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any]:
         return alone
 
     @inlined
-    def put(logit, local, count, first, requests, at, table):
-        """Adjust the logit of a token that came `count` times; local -1 is none."""
+    def put(logit, entry, late, repeat, freq, present, table):
+        """Lay the adjusted logit of an entry in the table; -1 is none."""
+        local = local_part(entry)
         if local >= 0:
-            ints = requests.ints
-            if ints[at + BIASES] > 0:
-                logit = biased(logit, ints, at, bias_position(ints, at, first + local), first + local)
-            if count > 0:
-                logit = penalised(logit, count, requests.floats, at)
-            table[np.uint32(local)] = bits_of(logit)
+            count = (entry >> COUNT_SHIFT) + (1 if local == late else 0)
+            table[np.uint32(local)] = bits_of(penalised(logit, count, repeat, freq, present))
 
     @inlined
-    def put_entry(logit, entry, late, first, requests, at, table):
-        local = local_part(entry)
-        put(logit, local, (entry >> COUNT_SHIFT) + (1 if local == late else 0), first, requests, at, table)
+    def put_biased(logit, local, count, first, requests, at, table):
+        """The same for a token of a row with biases, which came `count` times."""
+        ints, floats = requests.ints, requests.floats
+        logit = biased(logit, ints, at, bias_position(ints, at, first + local), first + local)
+        if count > 0:
+            logit = penalised(logit, count, floats[at + REPEAT], floats[at + FREQ], floats[at + PRESENT])
+        table[np.uint32(local)] = bits_of(logit)
 
     @inlined
     def adjust(logits, base, first, requests, at, begin, end, late, alone, table):
-        """Fill the table. Ends at a barrier."""
-        thread, ints = cuda.threadIdx.x, requests.ints
-        if ints[at + BIASES] > 0:  # as if no biased token were in the window; then what is, again
-            i, high = bias_range(ints, at, first)
-            while i < high:
-                local = far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first
-                put(logits[base + first + local], local, 0, first, requests, at, table)
-                i += opaque(threads)
-            cuda.syncthreads()
-        for start in range(begin, end, 4 * threads):
-            a, b, c, d = load_entries(ints, start, end, thread, threads)
+        """Fill the table for a row without biases. A barrier ends it."""
+        ints, floats = requests.ints, requests.floats
+        repeat, freq, present = floats[at + REPEAT], floats[at + FREQ], floats[at + PRESENT]
+        start = begin
+        while start < end:
+            a, b, c, d = load_entries(ints, start, end, cuda.threadIdx.x, threads)
             of_a, of_b, of_c, of_d = load_entry_logits(logits, base + first, a, b, c, d)
-            put_entry(of_a, a, late, first, requests, at, table)
-            put_entry(of_b, b, late, first, requests, at, table)
-            put_entry(of_c, c, late, first, requests, at, table)
-            put_entry(of_d, d, late, first, requests, at, table)
+            put(of_a, a, late, repeat, freq, present, table)
+            put(of_b, b, late, repeat, freq, present, table)
+            put(of_c, c, late, repeat, freq, present, table)
+            put(of_d, d, late, repeat, freq, present, table)
+            start += opaque(4 * threads)
         if alone:
-            put(logits[base + first + late], late, 1, first, requests, at, table)
+            put(logits[base + first + late], late, late, repeat, freq, present, table)
+
+    @inlined
+    def adjust_biased(logits, base, first, requests, at, begin, end, late, alone, table):
+        """Fill the table for a row with biases: for what is biased, then again for what is in the window, too."""
+        ints = requests.ints
+        i, high = bias_range(ints, at, first)
+        while i < high:
+            local = far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first
+            put_biased(logits[base + first + local], local, 0, first, requests, at, table)
+            i += opaque(threads)
         cuda.syncthreads()
+        i = begin + cuda.threadIdx.x
+        while i < end:
+            local, count = local_part(ints[i]), ints[i] >> COUNT_SHIFT
+            count += 1 if local == late else 0
+            put_biased(logits[base + first + local], local, count, first, requests, at, table)
+            i += opaque(threads)
+        if alone:
+            put_biased(logits[base + first + late], late, 1, first, requests, at, table)
 
     @inlined
     def adjusted(logit, local, table, hits):
@@ -255,7 +271,7 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any]:
             else logit
         )
 
-    return mark, adjust, adjusted
+    return mark, adjust, adjust_biased, adjusted
 
 
 def candidate_stage(shape: Shape) -> Any:
@@ -268,7 +284,7 @@ def candidate_stage(shape: Shape) -> Any:
     macros = logit_macros(shape.threads, shape.vectors, shape.wide)
     load, largest, above = macros.load, macros.largest, macros.above
     pick, exp_sum, patched = macros.pick, macros.exp_sum, macros.patched
-    mark, adjust, adjusted = adjuster(shape)
+    mark, adjust, adjust_biased, adjusted = adjuster(shape)
     threads, segment = shape.threads, shape.segment
     warps = threads // WARP
 
@@ -329,10 +345,11 @@ def candidate_stage(shape: Shape) -> Any:
         at, ints = row * requests.stride, requests.ints
         first, base = block * segment, row * vocab
         keep, lists, alternatives = ints[at + KEEP], ints[at + LISTS_WANTED], ints[at + ALTERNATIVES]
-        begin, end, late = ints[at + WORDS + block], ints[at + WORDS + block + 1], ints[at + LATE] - 1
+        begin, end, biases = ints[at + WORDS + block], ints[at + WORDS + block + 1], ints[at + BIASES]
+        late = ints[at + LATE] - 1
         if late >= 0:
             late = local_of(requests.chosen[late], first, segment)
-        changed = begin < end or late >= 0 or ints[at + BIASES] > 0
+        changed = begin < end or late >= 0 or biases > 0
         if thread < COUNTERS:
             counters[np.uint32(thread)] = 0
         hits[np.uint32(thread)] = 0
@@ -345,8 +362,12 @@ def candidate_stage(shape: Shape) -> Any:
         if keep == 0:
             return
         x = load(logits, base, first, thread, vocab)
-        if changed:
+        if biases > 0:
+            adjust_biased(logits, base, first, requests, at, begin, end, late, alone, table)
+        elif changed:
             adjust(logits, base, first, requests, at, begin, end, late, alone, table)
+        if changed:
+            cuda.syncthreads()
         if alternatives >= 0:
             top = block_largest(largest(x), counters)
             equal = np.float32(cuda.popc(above(x, top)))
