@@ -27,6 +27,7 @@ class Model:
     vocab: int
     eos: frozenset[int]
     draft: int  # most drafts a window where the request does not say
+    pause: float = 0.0  # what it costs to await a step's tokens before the next is queued, in parts of a step
 
 
 class Generation:
@@ -63,7 +64,7 @@ class Generation:
         self.ahead = self.expected = 0  # rows under way, and how many tokens they are sure to give
         self._limit = min(model.draft if params.draft is None else params.draft, DRAFT_MAX)
         self._lookup = PromptLookup(model.vocab) if self._limit else None
-        self._rates = AcceptRates()
+        self._rates = AcceptRates(model.pause)
         self._proposal: tuple[int, list[int]] = (0, [])
         self.drafts = 0  # how many drafts stand in tokens[size:]
         self.offered = self.accepted = 0

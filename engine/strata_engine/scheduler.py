@@ -33,7 +33,7 @@ __all__ = ["Busy", "Scheduler", "Ticket"]
 
 log = logging.getLogger(__name__)
 _TIMED_ROWS = (1, 2, 4, 8)
-_PAUSE = 0.15  # what waiting for a step's tokens costs, the device idle meanwhile, in parts of a step
+_PAUSE = 0.2  # of a step: how long a device that feeds is idle if the host awaits its tokens before the next step
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Scheduler:
         if backend.max_rows < backend.slots:
             raise ValueError(f"the backend takes {backend.max_rows} rows a step, fewer than its {backend.slots} slots")
         self._backend, self._clock = backend, clock
-        self._model = Model(backend.vocab, eos, draft)
+        self._model = Model(backend.vocab, eos, draft, _PAUSE if backend.feeds else 0.0)
         self._chunk = chunk
         self._queue = queue
         self._slots = Slots(backend.slots)
@@ -235,18 +235,21 @@ class Scheduler:
             self._take()
 
     def _may_go_ahead(self) -> bool:
-        """True if the next step can be laid out before the tokens of the one under way are known, and that pays."""
-        step = self._pipeline.newest
-        if step is None or any(len(share.draws) > 1 for share in step.shares):
-            return step is None
-        windows = [share.run.generation for share in step.shares if share.draws]
+        """True if the next step can be laid out before the tokens of the one under way are known, and that pays.
+
+        With drafts under way it cannot: what comes next depends on how many are accepted.
+        """
+        shares = self._pipeline.newest.shares
+        if any(len(share.draws) > 1 for share in shares):
+            return False
+        windows = [share.run.generation for share in shares if share.draws]
         reading = sum([run.generation.to_read for run in self._runs])
         rows = min(len(windows) + min(self._chunk, reading), self._backend.max_rows)  # of the next step without drafts
         gain = 0.0
         for generation in windows:
             generation.index()
             gain += generation.foresee(self._backend.max_rows - rows, len(windows), self._times.cost, rows)
-        return gain <= _PAUSE * len(windows)
+        return gain <= self._model.pause * len(windows)
 
     @staticmethod
     def _note(shares: Sequence[Share]) -> None:

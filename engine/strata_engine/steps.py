@@ -98,9 +98,9 @@ class Pipeline:
         return len(self._steps)
 
     @property
-    def newest(self) -> Step | None:
-        """The step whose choices the next one may be fed with; None if nothing is under way."""
-        return self._steps[-1] if self._steps else None
+    def newest(self) -> Step:
+        """The step whose choices the next one may be fed with. IndexError if nothing is under way."""
+        return self._steps[-1]
 
     def queue(self, rows: Rows, shares: Sequence[Share] = (), draws: list[Draw] | None = None) -> None:
         """Begin a step. `draws`: those of all shares, unless given."""
