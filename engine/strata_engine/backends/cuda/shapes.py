@@ -19,21 +19,30 @@ class SliceShape:
     slices: int  # worker warps
     mt: int = 1  # tiles a warp; divides the matrix's tiles
     nt: int = 1  # groups of 8 rows
-    stages: int = 8  # units whose weights are under way
+    stages: int = 8  # steps whose weights are under way
+    few: bool = False  # at most 4 rows: their high and low halves share an instruction; nt is 1
+    chunk: int = 1  # units a step; divides the units of every slice
+    whole: bool = False  # a step is a whole slice: the activations stay in registers
     # a finishing warp has one row group; with one row group, one tile
     finishing = property(lambda self: self.mt if self.nt == 1 else self.nt)
     threads = property(lambda self: 32 * (self.slices + self.finishing))
-    rows = property(lambda self: 8 * self.nt)
-    part_bytes = property(lambda self: 512 * self.slices * self.mt * self.nt)
+    rows = property(lambda self: 4 if self.few else 8 * self.nt)
+    values = property(lambda self: 2 if self.few else 4)  # sums of a lane, tile and row group
+    part_bytes = property(lambda self: 128 * self.values * self.slices * self.mt * self.nt)
     # a power of two, so that the two sets of sums are told apart by one bit
     set_bytes = property(lambda self: 1 << (self.part_bytes - 1).bit_length())
 
-    def unit_bytes(self, form: Format) -> int:
-        """Bytes of a unit of a tile in a ring: codes, and each lane's own scales."""
-        return 512 * form.vectors + 128 * form.scale_words
+    @property
+    def name(self) -> str:
+        kind = ("few" if self.few else "") + ("whole" if self.whole else "")
+        return f"{self.slices}_{self.mt}_{self.nt}_{self.stages}_{self.chunk}{kind}"
+
+    def tile_bytes(self, form: Format) -> int:
+        """Bytes of a step of one tile in a ring: codes, then scales."""
+        return self.chunk * (512 * form.vectors + 32 * form.scale_words)
 
     def slot_bytes(self, form: Format) -> int:
-        return self.mt * self.unit_bytes(form)
+        return self.mt * self.tile_bytes(form)
 
     def shared_bytes(self, form: Format) -> int:
         return 2 * self.set_bytes + self.slices * self.stages * self.slot_bytes(form)
@@ -58,7 +67,8 @@ class TileShape:
         return x + self.mt * self.across * (128 * form.code_words + 32 * form.scale_words)
 
     def shared_bytes(self, form: Format) -> int:
-        return 4 * self.rows + 16 * self.mt * self.nt * self.threads + self.stages * self.stage_bytes(form)
+        totals = 16 * self.mt * self.nt * self.threads
+        return 4 * self.rows + max(totals, self.stages * self.stage_bytes(form))
 
 
 @dataclass(frozen=True, slots=True)
