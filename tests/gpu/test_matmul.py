@@ -33,9 +33,10 @@ SHAPES = [
 ]
 
 
-STEPS = [
-    SliceShape(SLICES, 1, 1, 2, few, chunk, chunk == 4) for few in (False, True) for chunk in (1, 2, 4)
-] + [SliceShape(SLICES, 2, 1, 3, True, 2), SliceShape(SLICES, 2, 1, 2, True, 4, True)]  # of slices of four units
+STEPS = [SliceShape(SLICES, 1, 1, 2, few, chunk, chunk == 4) for few in (False, True) for chunk in (1, 2, 4)] + [
+    SliceShape(SLICES, 2, 1, 3, True, 2),
+    SliceShape(SLICES, 2, 1, 2, True, 4, True),
+]  # of slices of four units
 
 
 def random_matrix(device, form: Format, rng: np.random.Generator, inputs: int = INPUTS) -> tuple[Weights, np.ndarray]:

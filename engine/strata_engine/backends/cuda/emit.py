@@ -231,7 +231,7 @@ class Emitter:
         self.b.store(vector, self.b.bitcast(pointer, ir.PointerType(kind, SHARED)), align=4 * len(values))
 
     def copy_async(self, offset: Any, pointer: Any, index: Any, count: int = 4) -> None:
-        """Start copying `count` (1, 2 or 4) words at a word index of global memory to a byte offset of shared memory."""
+        """Start copying `count` (1, 2, 4) words at a word index of global memory to a byte offset of shared memory."""
         source = self.b.gep(pointer, [self.i64(index)])
         if self.cc < (8, 0):
             self.store_shared(offset, self._vector(source, count))

@@ -139,7 +139,9 @@ def unit_step(
                             continue
                         value = e.fma(scales[m][2 * block + place], total, acc[at + i])
                         if form.offset:
-                            value = e.fma(scales[m][len(scales[m]) // 2 + 2 * block + place], x_sum[i % len(x_sum)], value)
+                            value = e.fma(
+                                scales[m][len(scales[m]) // 2 + 2 * block + place], x_sum[i % len(x_sum)], value
+                            )
                         acc[at + i] = value
     return acc
 

@@ -17,6 +17,7 @@ from .shapes import THREADS, AttentionShape, SliceShape, TileShape
 MOST_SLICE_ROWS = 64  # more rows than this take the tile kernel
 RING_BYTES = 96 << 10  # shared memory of a multiprocessor for weights under way
 SHARED_BYTES = 220 << 10  # what blocks may use of a multiprocessor's shared memory
+MOST_SHARES = 32  # blocks over which the cells of a row are spread
 SPREAD_ROWS = 32  # up to here the cells of a row are spread over blocks
 
 
@@ -29,7 +30,7 @@ def slices_of(units: int) -> int:
         return units
     if units < 32:
         return -(-units // 2)
-    counts = (8, 9, 10, 11, 12) if units < 128 else (16, 15, 14, 13, 12)
+    counts = (8, 9, 10, 11, 12) if units < 128 else (14, 16, 15, 13, 12)
     return next((count for count in counts if units % count == 0), counts[0])
 
 
@@ -84,8 +85,8 @@ def slice_steps(form: Format, slices: int, units: int, few: bool) -> tuple[int, 
 
 
 # mt, nt, across, down, stages, blocks
-TILE_SHAPES = ((4, 4, 2, 2, 2, 2), (2, 4, 4, 2, 3, 1), (2, 2, 2, 2, 3, 4))
-TILE_COSTS = (1.0, 1.25, 1.35)  # time a product and row, against the first, when the GPU is full
+TILE_SHAPES = ((4, 4, 2, 2, 2, 2), (2, 4, 4, 2, 3, 1), (2, 4, 2, 2, 3, 3), (2, 2, 2, 2, 3, 4))
+TILE_COSTS = (1.0, 1.19, 1.15, 1.3)  # time a product and row, against the first, when the GPU is full
 
 
 def tile_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[TileShape, int]:
@@ -124,9 +125,9 @@ class AttentionPlan:
         if spread:
             shape, blocks = AttentionShape(self.cell_dim, heads, self.parts, 1, True), 1
         else:
-            mt, blocks = (1, 2) if self.cell_dim <= 64 else (2, 1)
+            mt, blocks = (1, 4) if self.cell_dim <= 64 else (2, 2)
             shape = AttentionShape(self.cell_dim, heads, self.parts, mt, False)
-        return attention_spec(shape, blocks), shape, min(16, self.groups) if spread else 1
+        return attention_spec(shape, blocks), shape, min(MOST_SHARES, self.groups) if spread else 1
 
     @property
     def scratch_bytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .layout import TILE, UNIT, Format
 
 CELLS = 64  # cells a page of the cache, and a chunk of attention
-WARPS = 8  # chunks a group
+WARPS = 4  # chunks a group
 THREADS = 32 * WARPS  # of an attention block
 
 
@@ -82,7 +82,8 @@ class AttentionShape:
     spread: bool = True
     queries = property(lambda self: 16 * self.mt)
     rows = property(lambda self: 16 * self.mt // self.heads)  # rows a tile
-    quads = property(lambda self: self.mt * self.head_dim // 64)  # 4-value pieces of the output a thread merges
+    # 4-value pieces of the output that a thread merges
+    quads = property(lambda self: self.mt * self.head_dim // (8 * WARPS))
     shared_bytes = property(lambda self: WARPS * self.queries * (self.head_dim + 2) * 4)
     partial_floats = property(lambda self: THREADS * 8 * self.quads)  # scratch of a tile, head and group
 
