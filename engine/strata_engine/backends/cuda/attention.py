@@ -5,7 +5,7 @@ A *chunk* is one page of 64 cells, aligned to positions; four chunks are a *grou
 and groups are merged in order, whoever computes them; so what else is in the step, and how the groups are spread over
 blocks, does not show in the result. A query's own position bounds what it sees.
 
-One block of four warps takes a *query tile* (up to 16 * mt queries: neighbouring rows of one slot, times the heads
+One block of four warps takes a *query tile* (8 to 32 queries: neighbouring rows of one slot, times the heads
 that share a key-value head) and one group at a time, a chunk a warp. With `spread` the groups of a tile go to several
 blocks, which leave their results in scratch memory; the last to finish merges them.
 
@@ -76,10 +76,10 @@ def _quad_reduce(e: Emitter, value: Any, combine: Any) -> Any:
 def _attend_chunk(shape: AttentionShape) -> Any:
     """Macro: one warp, one chunk: scores, softmax and outputs of a query tile, left in shared memory.
 
-    q_at [2 mt]: word offset of the lane's queries; limit [2 mt]: their positions; page: index of (page, kv head).
+    q_at [own mt]: word offset of the lane's queries; limit [own mt]: their positions; page: index of (page, kv head).
     """
-    mt, parts, head_dim = shape.mt, shape.parts, shape.head_dim
-    blocks, plane = head_dim // 32, CELLS * head_dim // 2
+    mt, own, parts, head_dim = shape.mt, shape.own, shape.parts, shape.head_dim
+    blocks, plane, features = head_dim // 32, CELLS * head_dim // 2, head_dim // 8
 
     @macro(None)
     def attend(
@@ -95,62 +95,95 @@ def _attend_chunk(shape: AttentionShape) -> Any:
         key_row = b.add(base, e.i64(b.add(b.mul(cell, e.u32(head_dim // 2)), t4)))
         value_row = b.add(base, e.i64(b.add(b.mul(g, e.u32(CELLS // 2)), t4)))
 
+        def load_key(tile: int, block: int) -> list[list[Any]]:
+            first = 32 * (tile // 4) + 2 * (tile % 4)
+            word = b.add(key_row, e.i64(first * (head_dim // 2) + 16 * block))
+            return [e.load(keys, b.add(word, e.i64(plane * p)), 4) for p in range(parts)]
+
         def load_value(feature: int) -> list[list[list[Any]]]:
             word = b.add(value_row, e.i64(feature * 8 * (CELLS // 2)))
             return [
                 [e.load(values, b.add(word, e.i64(16 * half + plane * p)), 4) for p in range(parts)] for half in (0, 1)
             ]
 
+        # as many loads on their way at once as registers hold
+        loaded = {
+            (i, j): load_key(i, j) for j in range(blocks) for i in range(8) if shape.spread and blocks * parts <= 4
+        }
         early = [load_value(feature) for feature in range(8 // parts if mt == 1 else 0)]
-        scores = [[e.zeros(4) for _ in range(8)] for _ in range(mt)]
-        for block in range(blocks):
-            q = [_query(e, queries, q_at[2 * m : 2 * m + 2], q_low, block) for m in range(mt)]
-            for tile in range(8):
-                first = 32 * (tile // 4) + 2 * (tile % 4)
-                word = b.add(key_row, e.i64(first * (head_dim // 2) + 16 * block))
-                k = [e.load(keys, b.add(word, e.i64(plane * p)), 4) for p in range(parts)]
-                for m in range(mt):
-                    scores[m][tile] = _dot(e, scores[m][tile], q[m], k)
+        scores: list[list[list[Any]]] = [[] for _ in range(mt)]
+        together = 8 // (own * mt)  # tiles whose sums are made side by side
+        for first in range(0, 8, together):
+            tiles = range(first, first + together)
+            sums = [[_zeros(e, own, parts) for _ in tiles] for _ in range(mt)]
+            for block in range(blocks):
+                q = [_query(e, queries, q_at[own * m : own * (m + 1)], q_low, block) for m in range(mt)]
+                for i, tile in enumerate(tiles):
+                    k = loaded.get((tile, block)) or load_key(tile, block)
+                    for m in range(mt):
+                        sums[m][i] = _dot(e, sums[m][i], q[m], k)
+            for m in range(mt):
+                scores[m] += [_total(e, own, parts) for parts in sums[m]]
         weights = []
         for m in range(mt):
-            masked = _mask(e, scores[m], limit[2 * m : 2 * m + 2], start, t)
-            words, sums = _softmax(e, masked)
-            weights.append(words)
-            for q_, (top, total) in enumerate(sums):
-                at = b.add(b.mul(warp, e.u32(128 * mt)), b.shl(g, e.u32(3)))
+            masked = _mask(e, scores[m], limit[own * m : own * (m + 1)], start, t)
+            operands, totals = _softmax(e, masked)
+            weights.append(operands)
+            for q_, (top, total) in enumerate(totals):
+                at = b.add(b.mul(warp, e.u32(64 * own * mt)), b.shl(g, e.u32(3)))
                 e.store_shared(b.add(at, e.u32(sums_at(shape, 0, m) + 64 * q_)), [e.bits(top), e.bits(total)])
-        for feature in range(head_dim // 8):
+        for feature in range(features):
             v = early[feature] if feature < len(early) else load_value(feature)
             for m in range(mt):
-                o = e.zeros(4)
+                o = _zeros(e, own, parts)
                 for half in range(2):
                     o = _dot(e, o, weights[m][half], v[half])
-                at = b.add(b.mul(warp, e.u32(512 * mt * (head_dim // 8))), b.shl(lane, e.u32(4)))
-                at = b.add(at, e.u32(512 * (m * (head_dim // 8) + feature)))
-                e.store_shared(at, [e.bits(x) for x in o])
+                at = b.add(b.mul(warp, e.u32(256 * own * mt * features)), b.mul(lane, e.u32(8 * own)))
+                at = b.add(at, e.u32(256 * own * (m * features + feature)))
+                e.store_shared(at, [e.bits(x) for x in _total(e, own, o)])
 
     return attend
 
 
-def _query(e: Emitter, queries: Any, at: list[Any], low: Any, block: int) -> tuple[list[Any], list[Any]]:
-    """Operand A (high, low) of 32 features: 8 words each, rows g and g + 8 in turn."""
-    out = []
+def _operand(first: list[Any], second: list[Any]) -> list[Any]:
+    """Operand A of two instructions: 8 words, rows g (of `first`) and g + 8 (of `second`) in turn."""
+    return [word for pair in zip(first, second, strict=True) for word in pair]
+
+
+def _query(e: Emitter, queries: Any, at: list[Any], low: Any, block: int) -> list[list[Any]]:
+    """32 features of a lane's queries as operands A: [high above low] of one query, or [high, low] of two."""
+    halves = []
     for part in range(2):
-        rows = []
-        for row in at:
-            word = e.b.add(row, low) if part else row
-            rows.append(e.load(queries, e.b.add(word, e.u32(16 * block)), 4))
-        out.append([word for pair in zip(*rows, strict=True) for word in pair])
-    return out[0], out[1]
+        words = [e.b.add(row, low) if part else row for row in at]
+        halves.append([e.load(queries, e.b.add(word, e.u32(16 * block)), 4) for word in words])
+    if len(at) == 1:
+        return [_operand(halves[0][0], halves[1][0])]
+    return [_operand(*rows) for rows in halves]
 
 
-def _dot(e: Emitter, c: list[Any], a: tuple[list[Any], list[Any]], parts: list[list[Any]]) -> list[Any]:
-    """c + (a high + a low)(b high + b low) over 32 inputs, without low times low; always in this order."""
-    pairs = [(a[0], parts[0]), (a[1], parts[0])] + ([(a[0], parts[1])] if len(parts) == 2 else [])
-    for left, right in pairs:
-        c = e.mma(c, left[:4], right[:2])
-        c = e.mma(c, left[4:], right[2:])
-    return c
+# A product of halves with `parts` parts is made of separate sums, one of them (own = 1) of two kinds of rows:
+# high * first part, low * first part, high * second part; low * low is left out. `_total` adds them in this order.
+
+
+def _zeros(e: Emitter, own: int, parts: int) -> list[list[Any]]:
+    return [e.zeros(4) for _ in range(own + parts - 1)]
+
+
+def _dot(e: Emitter, sums: list[list[Any]], a: list[list[Any]], parts: list[list[Any]]) -> list[list[Any]]:
+    """Add a product over 32 inputs to its separate sums."""
+    pairs = [(operand, parts[0]) for operand in a] + [(a[0], part) for part in parts[1:]]
+    return [
+        e.mma(e.mma(c, left[:4], right[:2]), left[4:], right[2:]) for c, (left, right) in zip(sums, pairs, strict=True)
+    ]
+
+
+def _total(e: Emitter, own: int, sums: list[list[Any]]) -> list[Any]:
+    """The product: two values of each of a lane's queries."""
+    rows = [sums[0][:2], sums[0][2:], *(c[:2] for c in sums[1:])] if own == 1 else sums
+    out = rows[0]
+    for more in rows[1:]:
+        out = [e.add(x, y) for x, y in zip(out, more, strict=True)]
+    return out
 
 
 def _mask(e: Emitter, scores: list[list[Any]], limit: list[Any], start: Any, t: Any) -> list[list[Any]]:
@@ -168,11 +201,12 @@ def _mask(e: Emitter, scores: list[list[Any]], limit: list[Any], start: Any, t: 
     return out
 
 
-def _softmax(e: Emitter, scores: list[list[Any]]) -> tuple[list[Any], list[tuple[Any, Any]]]:
-    """Weights as operand A for each 32 cells, (high, low) of 8 words; and (m, l) of the lane's two queries."""
+def _softmax(e: Emitter, scores: list[list[Any]]) -> tuple[list[list[list[Any]]], list[tuple[Any, Any]]]:
+    """Weights as operands A for each 32 cells, as `_query` gives them; and (m, l) of the lane's queries."""
     zero, lowest = e.f32(0.0), e.f32(NEG_INF)
-    tops, totals, weights = [], [], [list(s) for s in scores]
-    for q in (0, 1):
+    own = len(scores[0]) // 2
+    totals, weights = [], [list(s) for s in scores]
+    for q in range(own):
         top = lowest
         for row in scores:
             for i in (2 * q, 2 * q + 1):
@@ -184,33 +218,32 @@ def _softmax(e: Emitter, scores: list[list[Any]]) -> tuple[list[Any], list[tuple
             for i in (2 * q, 2 * q + 1):
                 row[i] = exp2(e, sub(e, row[i], anchor))
                 total = e.add(total, row[i])
-        tops.append(top)
-        totals.append(_quad_reduce(e, total, e.add))
+        totals.append((top, _quad_reduce(e, total, e.add)))
     operands = []
     for half in range(2):
-        high, low = [], []
+        rows: list[list[list[Any]]] = [[[] for _ in range(own)] for _ in range(2)]  # [high, low][query]
         for tile in range(4 * half, 4 * half + 4):
-            for q in (0, 1):
+            for q in range(own):
                 (ah, al), (bh, bl) = (e.split(weights[tile][2 * q + i]) for i in (0, 1))
-                high.append(e.pack(ah, bh))
-                low.append(e.pack(al, bl))
-        operands.append((high, low))
-    return operands, list(zip(tops, totals, strict=True))
+                rows[0][q].append(e.pack(ah, bh))
+                rows[1][q].append(e.pack(al, bl))
+        operands.append([_operand(rows[0][0], rows[1][0])] if own == 1 else [_operand(*part) for part in rows])
+    return operands, totals
 
 
 # -- the kernel
 
 
-def _query_limits(mt: int) -> Any:
-    """Macro: the lane's query indexes [2 mt] in the tile, for lane group g: 16 m + g and 16 m + g + 8."""
+def _query_limits(shape: AttentionShape) -> Any:
+    """Macro: positions [own mt] of the lane's queries in the tile: g, g + 8, g + 16, ... for lane group g."""
+    queries = range(0, shape.queries, 8)
 
-    @macro(types.UniTuple(i32, 2 * mt))
+    @macro(types.UniTuple(i32, len(queries)))
     def limits(e: Emitter, position: Any, first: Any, count: Any, heads: int, lane: Any) -> Any:
         out = []
-        for m in range(mt):
-            for half in (0, 8):
-                row = _query_row(e, 16 * m + half, heads, count, lane)
-                out.append(e.load(position, e.b.add(first, row), 1)[0])
+        for base in queries:
+            row = _query_row(e, base, heads, count, lane)
+            out.append(e.load(position, e.b.add(first, row), 1)[0])
         return out
 
     return limits
@@ -224,19 +257,18 @@ def _query_row(e: Emitter, base: int, heads: Any, count: Any, lane: Any) -> Any:
 
 
 def _query_offsets(shape: AttentionShape) -> Any:
-    """Macro: word offsets [2 mt] of the lane's queries' first features."""
-    half = shape.head_dim // 2
+    """Macro: word offsets [own mt] of the lane's queries' first features."""
+    half, queries = shape.head_dim // 2, range(0, shape.queries, 8)
 
-    @macro(types.UniTuple(i32, 2 * shape.mt))
+    @macro(types.UniTuple(i32, len(queries)))
     def offsets(e: Emitter, first: Any, count: Any, head: Any, row_words: Any, lane: Any) -> Any:
         b, out = e.b, []
-        for m in range(shape.mt):
-            for base in (0, 8):
-                row = b.add(first, _query_row(e, 16 * m + base, e.u32(shape.heads), count, lane))
-                query = b.add(b.lshr(lane, e.u32(2)), e.u32(16 * m + base))
-                own = b.add(head, b.urem(query, e.u32(shape.heads)))
-                word = b.add(b.mul(row, row_words), b.mul(own, e.u32(half)))
-                out.append(b.add(word, b.shl(b.and_(lane, e.u32(3)), e.u32(2))))
+        for base in queries:
+            row = b.add(first, _query_row(e, base, e.u32(shape.heads), count, lane))
+            query = b.add(b.lshr(lane, e.u32(2)), e.u32(base))
+            own = b.add(head, b.urem(query, e.u32(shape.heads)))
+            word = b.add(b.mul(row, row_words), b.mul(own, e.u32(half)))
+            out.append(b.add(word, b.shl(b.and_(lane, e.u32(3)), e.u32(2))))
         return out
 
     return offsets
@@ -249,11 +281,11 @@ def _scratch_word(e: Emitter, shape: AttentionShape, home: Any, i: int, thread: 
 
 
 def _keep(shape: AttentionShape) -> Any:
-    """Macro: a state to piece `home` of scratch memory [quads, 2, thread, 4]."""
+    """Macro: a state to piece `home` of scratch memory [quads, own, thread, 4]."""
 
     @macro(None)
     def keep(e: Emitter, state: Any, scratch: Any, home: Any, thread: Any) -> None:
-        for i in range(2 * shape.quads):
+        for i in range(shape.own * shape.quads):
             address = e.b.gep(scratch, [_scratch_word(e, shape, home, i, thread)])
             own = state[4 * i : 4 * i + 4]
             text = "st.global.v4.f32 [$0], {$1, $2, $3, $4};"
@@ -265,7 +297,7 @@ def _keep(shape: AttentionShape) -> Any:
 def _recall(e: Emitter, shape: AttentionShape, scratch: Any, home: Any, thread: Any) -> list[Any]:
     """A state from scratch memory, read where all multiprocessors see the same (L2)."""
     out: list[Any] = []
-    for i in range(2 * shape.quads):
+    for i in range(shape.own * shape.quads):
         address = e.b.gep(scratch, [_scratch_word(e, shape, home, i, thread)])
         out += e.asm("ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", [F32] * 4, "=f,=f,=f,=f,l", address, effect=True)
     return out
@@ -273,7 +305,7 @@ def _recall(e: Emitter, shape: AttentionShape, scratch: Any, home: Any, thread: 
 
 def _merge_kept(shape: AttentionShape) -> Any:
     """Macro: merge the groups left in pieces `home` on, in order, several of them on their way at once."""
-    depth = max(1, 8 // shape.quads)
+    depth = max(1, 16 // (shape.own * shape.quads))
 
     @macro(lambda state, *rest: state)
     def merge_kept(e: Emitter, state: Any, scratch: Any, home: Any, groups: Any, limit: Any, thread: Any) -> Any:
@@ -289,7 +321,7 @@ def _merge_kept(shape: AttentionShape) -> Any:
             now = [b.load(cell) for cell in cells]
             for i, part in enumerate(parts):  # a group past the last starts past every query and changes nothing
                 start = b.mul(b.add(group, e.u32(i)), e.u32(CELLS * WARPS))
-                now = merge_all(e, now, part, start, limit, shape.mt)
+                now = merge_all(e, shape, now, part, start, limit)
             for cell, value in zip(cells, now, strict=True):
                 b.store(value, cell)
         return [b.load(cell) for cell in cells]
@@ -299,7 +331,7 @@ def _merge_kept(shape: AttentionShape) -> Any:
 
 def _store_output(shape: AttentionShape) -> Any:
     """Macro: outputs o / l, split into halves, to [rows, 2, half_pitch]; feature order (head, feature)."""
-    features = shape.head_dim // 8
+    features, size = shape.head_dim // 8, 4 * shape.own
 
     @macro(None)
     def store(
@@ -313,11 +345,11 @@ def _store_output(shape: AttentionShape) -> Any:
             m = quad * shape.mt // shape.quads
             piece = b.add(warp, e.u32(quad * WARPS - m * features))
             feature = b.add(b.shl(piece, e.u32(3)), t2)
-            for q in (0, 1):
-                query = b.add(group, e.u32(16 * m + 8 * q))
+            mine = state[size * quad : size * (quad + 1)]
+            for q in range(shape.own):
+                query = b.add(group, e.u32(8 * (shape.own * m + q)))
                 row, own = b.udiv(query, e.u32(shape.heads)), b.urem(query, e.u32(shape.heads))
-                mine = state[8 * quad : 8 * quad + 8]
-                inverse = e.asm("rcp.rn.f32 $0, $1;", F32, "=f,f", mine[5 + 2 * q])
+                inverse = e.asm("rcp.rn.f32 $0, $1;", F32, "=f,f", mine[2 * shape.own + 2 * q + 1])
                 (ah, al), (bh, bl) = (e.split(e.mul(mine[2 * q + i], inverse)) for i in (0, 1))
                 real = b.and_(b.icmp_signed("<", row, count), b.icmp_signed("<", feature, head_dim))
                 with b.if_then(real):
@@ -355,8 +387,8 @@ def _prefetch(shape: AttentionShape) -> Any:
 def attention_kernel(shape: AttentionShape) -> Any:
     """The kernel. Grid: (query tiles, heads / shape.heads, blocks that share a tile's groups); block: 128 threads."""
     attend, merge_chunks = _attend_chunk(shape), chunks_merger(shape)
-    merge_states, empty = states_merger(shape.quads, shape.mt), empty_state(shape.quads)
-    limits, offsets, store = _query_limits(shape.mt), _query_offsets(shape), _store_output(shape)
+    merge_states, empty = states_merger(shape), empty_state(shape)
+    limits, offsets, store = _query_limits(shape), _query_offsets(shape), _store_output(shape)
     keep, merge_kept, prefetch = _keep(shape), _merge_kept(shape), _prefetch(shape)
     heads, spread = shape.heads, shape.spread
     half = shape.head_dim // 2

@@ -121,13 +121,9 @@ class AttentionPlan:
     def choose(self, bucket: int) -> tuple[KernelSpec, AttentionShape, int]:
         """(kernel, its shape, blocks a tile) for a step of `bucket` rows."""
         spread = bucket <= SPREAD_ROWS
-        heads = next(h for h in range(min(16, self.heads), 0, -1) if self.heads % h == 0)
-        if spread:
-            shape, blocks = AttentionShape(self.cell_dim, heads, self.parts, 1, True), 1
-        else:
-            mt, blocks = (1, 4) if self.cell_dim <= 64 else (2, 2)
-            shape = AttentionShape(self.cell_dim, heads, self.parts, mt, False)
-        return attention_spec(shape, blocks), shape, min(MOST_SHARES, self.groups) if spread else 1
+        heads = next(h for h in range(min(8 if spread else 16, self.heads), 0, -1) if self.heads % h == 0)
+        shape = AttentionShape(self.cell_dim, heads, self.parts, 1, spread)
+        return attention_spec(shape, 1 if spread else 3 if self.cell_dim <= 64 else 2), shape, min(MOST_SHARES, self.groups) if spread else 1
 
     @property
     def scratch_bytes(self) -> int:

@@ -73,19 +73,24 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Compile-time shape: head size, query heads of a tile, parts of a cell, 16-query groups a tile."""
+    """Compile-time shape: head size, query heads of a tile, parts of a cell, operands A a tile.
+
+    `spread`: for few rows. An operand A holds the high halves of 8 queries and below them the low ones; else the halves
+    of 16 queries are two operands.
+    """
 
     head_dim: int
     heads: int  # query heads that share a key-value head and a tile
     parts: int = 1
     mt: int = 1
     spread: bool = True
-    queries = property(lambda self: 16 * self.mt)
-    rows = property(lambda self: 16 * self.mt // self.heads)  # rows a tile
-    # 4-value pieces of the output that a thread merges
+    own = property(lambda self: 1 if self.spread else 2)  # queries of a lane and operand
+    queries = property(lambda self: 8 * self.own * self.mt)
+    rows = property(lambda self: self.queries // self.heads)  # rows a tile
+    # pieces of the output (2 values of each of `own` queries) that a thread merges
     quads = property(lambda self: self.mt * self.head_dim // (8 * WARPS))
     shared_bytes = property(lambda self: WARPS * self.queries * (self.head_dim + 2) * 4)
-    partial_floats = property(lambda self: THREADS * 8 * self.quads)  # scratch of a tile, head and group
+    partial_floats = property(lambda self: THREADS * 4 * self.own * self.quads)  # scratch of a tile, head and group
 
 
 # -- arguments that a kernel or an epilogue takes as one tuple
@@ -142,7 +147,7 @@ class Cells(NamedTuple):
     pages: Any  # int32 [slots, pages a slot]
     tiles: Any  # int32 [tiles, 2]: first row, rows (0: nothing to do)
     out: Any  # words [rows, 2, half_pitch]
-    scratch: Any  # float32 [tile, head tile, group, quad, 8, thread]
+    scratch: Any  # float32 [tile, head tile, group, quad, thread, 4]
     tickets: Any  # int32 [tile, head tile], zero before and after
     heads: Any  # query heads of the model
     kv_heads: Any
