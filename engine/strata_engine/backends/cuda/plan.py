@@ -123,7 +123,9 @@ class AttentionPlan:
         spread = bucket <= SPREAD_ROWS
         heads = next(h for h in range(min(8 if spread else 16, self.heads), 0, -1) if self.heads % h == 0)
         shape = AttentionShape(self.cell_dim, heads, self.parts, 1, spread)
-        return attention_spec(shape, 1 if spread else 3 if self.cell_dim <= 64 else 2), shape, min(MOST_SHARES, self.groups) if spread else 1
+        if spread:
+            return attention_spec(shape), shape, min(MOST_SHARES, self.groups)
+        return attention_spec(shape, 3 if self.cell_dim <= 64 else 2), shape, 1
 
     @property
     def scratch_bytes(self) -> int:
