@@ -24,10 +24,11 @@ from numba import cuda, types
 
 from strata_engine.backends.cuda.device import Device, KernelSpec
 from strata_engine.backends.cuda.emit import U32Ptr, let_next_start, wait_for_previous
+from strata_engine.backends.cuda.layout import TILE
+from strata_engine.backends.cuda.plan import argmax_spec
 from strata_engine.params import PENALTY_LAST_N_MAX, GenParams
-from strata_engine.rows import Draw
+from strata_engine.rows import Draw, Int32
 from strata_engine.sampling.cuda import CudaSampler
-from strata_engine.sampling.host import is_plain
 
 ROUNDS = 10  # samplers a graph
 REPLAYS = 40
@@ -36,13 +37,16 @@ FLUSH_GRID, FLUSH_THREADS = 1056, 256
 
 CHAIN = GenParams(temperature=0.8, top_k=20, top_p=0.95, min_p=0.05, seed=1)
 PENALISED = dataclasses.replace(CHAIN, penalty_repeat=1.1, penalty_freq=0.1, penalty_last_n=64)
-OURS = {
-    "arg-max": GenParams(),
+LONG = dataclasses.replace(PENALISED, penalty_last_n=PENALTY_LAST_N_MAX)
+ARG_MAX, SKEWED = "arg-max", "the same, ids as in text"  # the arg-max of what the head leaves of each tile of tokens
+CASES = {
     "chain": CHAIN,
     "chain, penalties over 64": PENALISED,
-    "chain, penalties over 4,096": dataclasses.replace(PENALISED, penalty_last_n=PENALTY_LAST_N_MAX),
+    "chain, penalties over 4,096": LONG,
+    SKEWED: LONG,
     "chain, 20 log-probabilities": dataclasses.replace(CHAIN, logprobs=20),
 }
+OURS = (ARG_MAX, *CASES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,22 +154,36 @@ def rivals(vocab: int, rows: int, address: int) -> dict[str, Callable[[], object
     return works
 
 
-def measure(bench: Bench, vocab: int, rows: Sequence[int], cases: Sequence[str] = tuple(OURS)) -> list[GpuTiming]:
+def arg_max(device: Device, vocab: int, rows: int) -> Callable[[], None]:
+    """The backend's own: the head's matmul leaves the largest logit of each tile and its id."""
+    kernel, tiles = device.load(argmax_spec()), -(-vocab // TILE)
+    top = device.upload(np.random.default_rng(0).normal(10.0, 1.0, (rows, tiles)).astype(np.float32))
+    best = device.upload(np.tile(np.arange(0, vocab, TILE, dtype=np.int32), (rows, 1)))
+    choice = device.allocate(4 * rows)
+    return lambda: device.launch(kernel, (rows,), top, best, tiles, choice)
+
+
+def history(vocab: int, skewed: bool) -> Int32:
+    """A window's tokens, of the whole vocabulary; `skewed`: some often, mostly low ids, as a tokenizer numbers."""
+    rng = np.random.default_rng(1)
+    ids = rng.zipf(1.2, PENALTY_LAST_N_MAX) - 1 if skewed else rng.integers(0, vocab, PENALTY_LAST_N_MAX)
+    return np.minimum(ids, vocab - 1).astype(np.int32)
+
+
+def measure(bench: Bench, vocab: int, rows: Sequence[int], cases: Sequence[str] = tuple(CASES)) -> list[GpuTiming]:
     """The time of each case and rival for each number of rows of `vocab` logits."""
     most = max(rows)
     values = np.random.default_rng(0).normal(0.0, 3.0, (most, vocab)).astype(np.float32)
     logits = bench.device.upload(values)
-    history = np.random.default_rng(1).integers(0, vocab, PENALTY_LAST_N_MAX).astype(np.int32)
     timings = []
     for n in rows:
-        graphs = {"flush": bench.graph(lambda: None)}
+        graphs = {"flush": bench.graph(lambda: None), ARG_MAX: bench.graph(arg_max(bench.device, vocab, n))}
         keep = []  # the samplers own what their graphs read
         for case in cases:
             sampler = CudaSampler(vocab, n, bench.device)
-            draws = [Draw(OURS[case], i, history) for i in range(n)]
-            sampler.stage(draws)
+            sampler.stage([Draw(CASES[case], i, history(vocab, case == SKEWED)) for i in range(n)], n)
             bench.device.synchronize()
-            graphs[case] = bench.graph(partial(sampler.capture, logits, n, is_plain(draws)))
+            graphs[case] = bench.graph(partial(sampler.capture, logits, n, sampler.requests, sampler.chosen))
             keep.append(sampler)
         for name, work in rivals(vocab, n, logits.address).items():
             try:

@@ -40,38 +40,63 @@ def test_the_number_of_tokens_kept_is_the_references(gpu):
     assert sampler.kept.tolist() == [choose_reference(r, d.params, d.history, d.index).kept for r, d in rows]
 
 
+def captured(sampler, logits, rows):
+    """A graph of the chain on the sampler's own buffers."""
+    requests, chosen = sampler.requests, sampler.chosen
+    with sampler.device.capture() as graph:
+        sampler.capture(logits, rows, requests, chosen)
+    return graph
+
+
 def test_a_replayed_graph_follows_what_was_staged(gpu):
     logits = np.random.default_rng(2).standard_normal((4, 9000)).astype(np.float32)
-    sampler, place = CudaSampler(9000, 4, gpu), gpu.upload(logits)
-    with gpu.capture() as graph:
-        sampler.capture(place, 4)
+    sampler = CudaSampler(9000, 4, gpu)
+    graph = captured(sampler, gpu.upload(logits), 4)
     for step in range(20):
         params = GenParams(temperature=1.0, seed=step % 3, top_k=64, penalty_present=1.0, logprobs=step % 4)
         draws = [Draw(params, 100 * step + row, np.arange(step * row, dtype=np.int32)) for row in range(4)]
-        sampler.stage(draws)
+        sampler.stage(draws, 4)
         graph.launch()
+        gpu.synchronize()
         right = reference(logits, draws)
-        assert [difference(a, b) for a, b in zip(sampler.read(), right, strict=True)] == [""] * 4
+        assert [difference(a, b) for a, b in zip(sampler.read(draws), right, strict=True)] == [""] * 4
+
+
+def test_steps_are_queued_before_the_one_ahead_is_read(gpu):
+    logits = np.random.default_rng(5).standard_normal((2, 20_000)).astype(np.float32)
+    sampler = CudaSampler(20_000, 2, gpu)
+    graph = captured(sampler, gpu.upload(logits), 2)
+    params = GenParams(temperature=1.0, seed=1, top_k=3, penalty_repeat=2.0, penalty_freq=0.5, penalty_last_n=100)
+    histories, ahead = [[7], [8, 9]], None
+    for step in range(20):
+        unknown = [[-1 - row] if ahead else [] for row in range(2)]  # the token that the step ahead will have chosen
+        pairs = zip(histories, unknown, strict=True)
+        draws = [Draw(params, step, np.array(known + new, np.int32)) for known, new in pairs]
+        sampler.stage(draws, 2, step % 2)
+        graph.launch()
+        if ahead:
+            gpu.synchronize()
+            for history, draw, choice in zip(histories, ahead, sampler.read(ahead, (step - 1) % 2), strict=True):
+                asked = Draw(params, draw.index, np.array(history, np.int32))
+                assert choice == reference(logits[int(history[0] == 8)][None], [asked])[0]
+                history.append(choice.token)
+        ahead = draws
+
+
+def test_greedy_rows_beside_others_have_the_arg_max(gpu):
+    logits = np.random.default_rng(4).integers(-5, 5, (32, 20_001)).astype(np.float32)
+    draws = [Draw(GenParams(), 0, NOTHING)] * 32
+    assert [c.token for c in CudaSampler(20_001, 32, gpu).choose(logits, draws)] == logits.argmax(1).tolist()
 
 
 def test_rows_past_the_draws_are_left_alone(gpu):
     logits = np.random.default_rng(3).standard_normal((8, 1000)).astype(np.float32)
-    sampler, place = CudaSampler(1000, 8, gpu), gpu.upload(logits)
+    sampler = CudaSampler(1000, 8, gpu)
     draws = [Draw(GenParams(temperature=1.0, seed=1), i, NOTHING) for i in range(3)]
-    sampler.stage(draws)
-    sampler.capture(place, 8)
-    assert [c.token for c in sampler.read()] == [c.token for c in reference(logits[:3], draws)]
-
-
-def test_a_plain_graph_is_the_arg_max(gpu):
-    logits = np.random.default_rng(4).integers(-5, 5, (32, 20_001)).astype(np.float32)
-    sampler, place = CudaSampler(20_001, 32, gpu), gpu.upload(logits)
-    with gpu.capture() as graph:
-        sampler.capture(place, 32, plain=True)
-    for _ in range(2):
-        graph.launch()
-    choices = sampler.read([Draw(GenParams(), 0, NOTHING)] * 32)
-    assert [c.token for c in choices] == logits.argmax(1).tolist()
+    sampler.stage(draws, 8)
+    sampler.capture(gpu.upload(logits), 8, sampler.requests, sampler.chosen)
+    gpu.synchronize()
+    assert [c.token for c in sampler.read(draws)] == [c.token for c in reference(logits[:3], draws)]
 
 
 def test_many_bias_lists(gpu):
@@ -90,4 +115,4 @@ def test_rows_of_one_value(gpu, value):
 
 def test_too_many_draws_are_refused(gpu):
     with pytest.raises(ValueError, match="2 draws"):
-        CudaSampler(10, 1, gpu).stage([Draw(GenParams(), 0, NOTHING)] * 2)
+        CudaSampler(10, 1, gpu).stage([Draw(GenParams(), 0, NOTHING)] * 2, 1)

@@ -6,62 +6,62 @@ A process of its own, because the simulator has to be chosen before numba is imp
 """
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 
 from strata_engine.params import LOGPROBS_MAX
-from strata_engine.rows import Choice
+from strata_engine.rows import Choice, Draw
 from strata_engine.sampling.fixtures import reference
-from strata_engine.sampling.host import is_plain, pack, sorted_bias
+from strata_engine.sampling.host import Packer
 from strata_engine.sampling.kernels import simulated
 from strata_engine.sampling.reference import choose_reference
-from strata_engine.sampling.tables import (
-    CAPACITY,
-    ENTRIES,
-    HEAD,
-    LISTS,
-    RECORD,
-    WINDOW_WORDS,
-    WORDS,
-    Outcome,
-    Requests,
-    Scratch,
-    Shape,
-)
+from strata_engine.sampling.tables import CAPACITY, ENTRIES, HEAD, LISTS, Outcome, Requests, Scratch, Shape
 from strata_engine.sampling.trials import difference, trial
 
 SHAPE = Shape(threads=16, vectors=2, wide=False)  # segments of 128 logits
-CANDIDATES, MERGE, ARG_MAX = (simulated(name, SHAPE) for name in ("candidates", "merge", "arg_max"))
+CANDIDATES, MERGE = (simulated(name, SHAPE) for name in ("candidates", "merge"))
 
 
-def choose(logits, draws):
-    """A `Choose` that runs in the simulator."""
+class Host:
+    """Bias lists stay where they are."""
+
+    def upload(self, values):
+        return SimpleNamespace(address=values.ctypes.data, values=values)
+
+    def free(self, buffer):
+        pass
+
+
+def choose(logits, draws, ahead=()):
+    """A `Choose` that runs in the simulator. `ahead`: the tokens of the step before."""
     rows, vocab = logits.shape
-    blocks, lists = SHAPE.blocks(vocab), []
-    words, windows = np.zeros(rows * WORDS, np.int32), np.zeros(rows * WINDOW_WORDS, np.int32)
-
-    def place(bias):
-        lists.append(sorted_bias(bias))
-        return tuple(values.ctypes.data for values in lists[-1])
-
-    pack(draws, words.view(RECORD), windows, place)
+    blocks, packer = SHAPE.blocks(vocab), Packer(vocab, rows, SHAPE, Host())
+    words = np.full(packer.words(rows), -7, np.int32)
+    packer.pack(draws, rows, words, first_place=rows)
     scratch = Scratch(
         np.zeros(rows * LISTS * blocks * CAPACITY, np.uint64),
         np.zeros(rows * LISTS * blocks, np.int32),
         np.zeros(rows * blocks * 2, np.float32),
-        np.zeros(rows, np.int32),
     )
-    heads, ids = np.zeros(rows * HEAD, np.int32), np.zeros(rows * LOGPROBS_MAX, np.int32)
-    outcome = Outcome(np.full(rows, -1, np.int32), heads, ids, np.zeros(rows * ENTRIES))
-    requests = Requests(words.view(np.float64), words.view(np.float32), words, windows)
+    heads, ids = np.zeros(2 * rows * HEAD, np.int32), np.zeros(2 * rows * LOGPROBS_MAX, np.int32)
+    outcome = Outcome(heads, ids, np.zeros(2 * rows * ENTRIES))
+    chosen = np.array([*ahead, *[-1] * rows], np.int32)[:rows]
+    requests = Requests(words.view(np.float64), words.view(np.float32), words, packer.stride, chosen)
     arguments = logits.ravel(), vocab, requests, scratch, outcome
-    if is_plain(draws):
-        ARG_MAX[(blocks, rows), SHAPE.threads](*arguments)
-    else:
-        CANDIDATES[(blocks, rows), SHAPE.threads](*arguments)
-        MERGE[rows, SHAPE.merging.threads](*arguments)
-    assert not scratch.tickets.any() and outcome.tokens.tolist() == heads[::HEAD].tolist()
-    return [_choice(draw, row, outcome) for row, draw in enumerate(draws)]
+    CANDIDATES[(blocks, rows), SHAPE.threads](*arguments)
+    MERGE[rows, SHAPE.merging.threads](*arguments)
+    assert chosen.tolist() == heads[rows * HEAD :: HEAD].tolist()
+    return [_choice(draw, rows + row, outcome) for row, draw in enumerate(draws)]
+
+
+def hidden(rng, draw):
+    """The draw without the last token of its window, which the step before is said to choose; (draw, its choices)."""
+    if not draw.params.penalised or not len(draw.history) or rng.random() < 0.5:
+        return draw, ()
+    history = draw.history.copy()
+    history[-1] = -1
+    return Draw(draw.params, draw.index, history), (draw.history[-1],)
 
 
 def _choice(draw, row, outcome):
@@ -80,7 +80,8 @@ def main(seed, trials, vocabs):
         rng = np.random.default_rng(seed + vocab)
         for _ in range(trials):
             logits, draws = trial(rng, 1, vocab)
-            wrong = difference(choose(logits, draws)[0], reference(logits, draws)[0])
+            draw, ahead = hidden(rng, draws[0])
+            wrong = difference(choose(logits, [draw], ahead)[0], reference(logits, draws)[0])
             kept = choose_reference(logits[0], draws[0].params, draws[0].history, draws[0].index).kept
             wrong = wrong or ("" if choose.kept == kept else f"kept {choose.kept}, not {kept}")
             if wrong:

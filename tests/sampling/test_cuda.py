@@ -13,15 +13,38 @@ pytest.importorskip("cuda.bindings", reason="the CUDA packages are not installed
 from strata_engine.backends.cuda.device import compile_spec, link
 from strata_engine.params import GenParams
 from strata_engine.rows import Draw
-from strata_engine.sampling.host import is_plain, pack, sorted_bias
+from strata_engine.sampling.host import Packer, is_plain, record_of, sorted_bias
 from strata_engine.sampling.kernels import KERNELS, kernel_spec
-from strata_engine.sampling.tables import RECORD, Shape
+from strata_engine.sampling.tables import COUNT_SHIFT, RECORD, WORDS, Shape
 
 NOTHING = np.empty(0, np.int32)
 
 
-def no_bias(bias):
-    raise AssertionError("no bias was given")
+PRESENT = GenParams(penalty_present=1.0)
+
+
+class NoMemory:
+    def upload(self, values):
+        raise AssertionError("no bias was given")
+
+
+@pytest.fixture
+def packer():
+    return Packer(100, 3, Shape(threads=4, vectors=1), NoMemory())  # segments of 16 tokens
+
+
+def records(packer, words, rows):
+    lines = words[: rows * packer.stride].reshape(rows, packer.stride)
+    return np.ascontiguousarray(lines[:, :WORDS]).view(RECORD)[:, 0], lines[:, WORDS:]
+
+
+def counted(packer, words, row):
+    """{token: how often} as a row's entries have it."""
+    starts = records(packer, words, row + 1)[1][row]
+    blocks = [words[a:b] for a, b in zip(starts[:7], starts[1:8], strict=True)]
+    pairs = [(16 * i + (e & 0xFFFF), e >> COUNT_SHIFT) for i, entries in enumerate(blocks) for e in entries.tolist()]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
 
 
 @pytest.mark.parametrize("cc", [(7, 5), (8, 0), (9, 0), (12, 0)], ids=lambda cc: f"sm_{cc[0]}{cc[1]}")
@@ -48,32 +71,69 @@ def test_kernels_match_the_reference_in_the_simulator(seed, rows, vocab):
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_windows_stand_end_to_end_in_fours():
-    records, windows = np.zeros(3, RECORD), np.zeros(100, np.int32)
-    params = GenParams(penalty_present=1.0)
-    draws = [Draw(params, 0, np.arange(n, dtype=np.int32)) for n in (5, 0, 4)]
-    assert pack(draws, records, windows, no_bias) == 12
-    assert windows[:12].tolist() == [0, 1, 2, 3, 4, -1, -1, -1, 0, 1, 2, 3]
-    assert (records["window"].tolist(), records["length"].tolist()) == ([0, 8, 8], [5, 0, 4])
+def test_windows_are_counted_and_sorted_by_block(packer):
+    words = np.full(packer.words(3), -7, np.int32)
+    histories = np.array([5, 99, 5, 16, 5], np.int32), NOTHING, np.arange(0, 100, 3, dtype=np.int32)
+    used = packer.pack([Draw(PRESENT, 0, history) for history in histories], 3, words)
+    assert used == 3 * packer.stride + 3 + 34
+    found = [counted(packer, words, row) for row in range(3)]
+    assert found == [{5: 3, 99: 1, 16: 1}, {}, dict.fromkeys(range(0, 100, 3), 1)]
 
 
-def test_only_the_tail_of_a_history_is_sent():
-    records, windows = np.zeros(1, RECORD), np.zeros(100, np.int32)
-    draw = Draw(GenParams(penalty_present=1.0, penalty_last_n=2), 0, np.arange(9, dtype=np.int32))
-    pack([draw], records, windows, no_bias)
-    assert windows[: records["length"][0]].tolist() == [7, 8]
+def test_counts_do_not_stay(packer):
+    words = np.zeros(packer.words(1), np.int32)
+    for _ in range(2):
+        packer.pack([Draw(PRESENT, 0, np.array([7, 7], np.int32))], 1, words)
+        assert counted(packer, words, 0) == {7: 2}
 
 
-def test_a_history_without_penalties_is_not_sent():
+def test_only_the_tail_of_a_history_is_sent(packer):
+    words = np.zeros(packer.words(1), np.int32)
+    params = GenParams(penalty_present=1.0, penalty_last_n=2)
+    packer.pack([Draw(params, 0, np.arange(9, dtype=np.int32))], 1, words)
+    assert counted(packer, words, 0) == {7: 1, 8: 1}
+
+
+def test_a_history_without_penalties_is_not_sent(packer):
     draw = Draw(GenParams(temperature=1.0, seed=1), 0, np.arange(9, dtype=np.int32))
-    assert pack([draw], np.zeros(1, RECORD), np.zeros(100, np.int32), no_bias) == 0
+    words = np.full(packer.words(1), -7, np.int32)
+    assert packer.pack([draw], 1, words) == packer.stride
+    assert counted(packer, words, 0) == {}
 
 
-def test_records_past_the_draws_stand_for_no_row():
-    records = np.zeros(3, RECORD)
-    records["keep"] = 9
-    pack([Draw(GenParams(), 0, NOTHING)], records, np.zeros(100, np.int32), no_bias)
-    assert records["keep"].tolist() == [1, 0, 0]
+def test_a_token_that_is_not_known_yet_is_pointed_to(packer):
+    words = np.zeros(packer.words(1), np.int32)
+    packer.pack([Draw(PRESENT, 0, np.array([4, -3], np.int32))], 1, words)
+    assert counted(packer, words, 0) == {4: 1}
+    assert records(packer, words, 1)[0]["late"].tolist() == [3]  # 1 + its row
+
+
+def test_two_unknown_tokens_are_refused(packer):
+    with pytest.raises(ValueError, match="more than one token"):
+        packer.pack([Draw(PRESENT, 0, np.array([-1, -1], np.int32))], 1, np.zeros(packer.words(1), np.int32))
+
+
+def test_rows_past_the_draws_stand_for_no_row(packer):
+    words = np.full(packer.words(3), 9, np.int32)
+    packer.pack([Draw(GenParams(), 0, NOTHING)], 3, words, first_place=5)
+    found, starts = records(packer, words, 3)
+    assert (found["keep"].tolist(), found["place"][0]) == ([1, 0, 0], 5)
+    assert not starts.any()
+
+
+def test_what_changes_from_step_to_step_is_written_anew(packer):
+    params, words = GenParams(temperature=1.0, seed=2**64 - 1), np.zeros(packer.words(1), np.int32)
+    for index in (0, 2**64 - 1):
+        packer.pack([Draw(params, index, NOTHING)], 1, words)
+        record = records(packer, words, 1)[0][0]
+        assert (int(record["seed"]), int(record["index"])) == (2**64 - 1, index)
+
+
+def test_parameters_of_many_requests_are_let_go(packer):
+    words = np.zeros(packer.words(1), np.int32)
+    for _ in range(200):
+        packer.pack([Draw(GenParams(), 0, NOTHING)], 1, words)
+    assert len(packer._kept) <= 3 + 64
 
 
 @pytest.mark.parametrize(
@@ -86,14 +146,13 @@ def test_records_past_the_draws_stand_for_no_row():
     ],
 )
 def test_alternatives_take_a_list_of_their_own_if_logits_are_adjusted(params, keep, lists):
-    records = np.zeros(1, RECORD)
-    pack([Draw(params, 0, NOTHING)], records, np.zeros(100, np.int32), lambda bias: (1, 2))
-    assert (records["keep"][0], records["lists"][0]) == (keep, lists)
+    record = np.frombuffer(record_of(params), RECORD)[0]
+    assert (record["keep"], record["lists"]) == (keep, lists)
 
 
 def test_a_sampled_row_without_a_seed_is_refused():
     with pytest.raises(ValueError, match="seed"):
-        pack([Draw(GenParams(temperature=1.0), 0, NOTHING)], np.zeros(1, RECORD), np.zeros(100, np.int32), no_bias)
+        record_of(GenParams(temperature=1.0))
 
 
 def test_biases_are_sorted_and_repeated_ids_keep_their_order():

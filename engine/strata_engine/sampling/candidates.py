@@ -5,8 +5,10 @@ with a bound that at least `keep` of them reach, found bit by bit from the top; 
 segment, and few others. The bound is a float32, so equal logits stand or fall together. Should more than CAPACITY reach
 it, the block takes the `keep` largest one by one: slow and exact.
 
-Penalties and biases: the tokens they name in the segment are marked in a bitmap in shared memory, a word of which
-covers the logits that one thread holds. Only what is marked is counted, adjusted and put in the place of what was read.
+Penalties and biases: the host has sorted a row's window by segment and counted it, so a block reads its own entries
+alone. They are marked in a bitmap in shared memory, a word of which covers the logits that one thread holds; their
+logits are read apart, adjusted and laid in a table while the segment is on its way; then the table's values take the
+place of what was read.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from .ptx import (
     float_of,
     inlined,
     let_next_start,
-    load_window,
+    load_entries,
+    load_entry_logits,
     local_of,
+    local_part,
     logit_macros,
     mul,
     opaque,
@@ -38,7 +42,7 @@ from .ptx import (
     warp_max,
     warp_sum,
 )
-from .tables import CAPACITY, LISTS, WINDOW_WORDS, WORDS, Shape, word
+from .tables import CAPACITY, COUNT_SHIFT, LISTS, WORDS, Shape, word
 
 LOWEST = np.float32(np.finfo(np.float32).min)  # under this is only -inf
 HIGHEST = np.float32(np.finfo(np.float32).max)
@@ -51,7 +55,7 @@ LAST_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 REPEAT, FREQ, PRESENT = word("repeat"), word("freq"), word("present")
 KEEP, LISTS_WANTED, ALTERNATIVES = word("keep"), word("lists"), word("alternatives")
-WINDOW, LENGTH, BIASES = word("window"), word("length"), word("biases")
+LATE, BIASES = word("late"), word("biases")
 BIAS_IDS, BIAS_VALUES = word("bias_ids"), word("bias_values")
 
 
@@ -149,111 +153,114 @@ def biased(logit, ints, at, entry, token):
 
 
 @inlined
-def penalised(logit, count, floats, at):
+def penalised(logit, count, repeat, freq, present):
     """Penalties on a logit whose token came `count` times. Rounded operation by operation, never fused."""
-    repeat = floats[at + REPEAT]
     logit = mul(logit, repeat) if logit <= np.float32(0.0) else divide(logit, repeat)
-    return sub(logit, add(mul(np.float32(count), floats[at + FREQ]), floats[at + PRESENT]))
+    return sub(logit, add(mul(np.float32(count), freq), present))
 
 
-def adjuster(shape: Shape) -> tuple[Any, Any, Any]:
-    """Three device functions: `mark` the tokens of a segment that are penalised or biased, `adjust` them, look one up.
+def adjuster(shape: Shape) -> tuple[Any, Any, Any, Any]:
+    """Device functions: `mark` what is penalised or biased in a segment, two to adjust its logits, one to look one up.
 
-    A token is marked by a bit of the word of `hits` of the thread that holds its logit. Only what is marked has an
-    entry in the table, by local index: first how often the window holds the token, then the bits of its logit.
+    What is marked has a bit in the word of `hits` of the thread that holds its logit, and its adjusted logit in the
+    table, by local index. ints[begin:end]: the block's entries, tables.py says of what. `late`: the local index of the
+    token that the host did not know yet, -1 for none here.
     """
     threads, segment = shape.threads, shape.segment
     macros = logit_macros(shape.threads, shape.vectors, shape.wide)
-    pick, replace, owner_of, bit_of = macros.pick, macros.replace, macros.owner_of, macros.bit_of
-    in_rounds = 16 * threads < WINDOW_WORDS  # the threads are too few to hold a window
+    owner_of, bit_of = macros.owner_of, macros.bit_of
 
     @inlined
-    def mark_one(local, table, hits):
-        """Mark a token, whoever else does at the same time; -1 is none."""
-        if local >= 0:
-            table[np.uint32(local)] = 0
-            cuda.atomic.or_(hits, np.uint32(owner_of(local)), bit_of(local))
+    def mark_one(local, hits):
+        """Mark a token, whoever else does at the same time; -1 is none. Its owner's word before."""
+        if local < 0:
+            return np.uint32(0)
+        return cuda.atomic.or_(hits, np.uint32(owner_of(local)), bit_of(local))
 
     @inlined
-    def mark_four(a, b, c, d, first, table, hits):
-        mark_one(local_of(a, first, segment), table, hits)
-        mark_one(local_of(b, first, segment), table, hits)
-        mark_one(local_of(c, first, segment), table, hits)
-        mark_one(local_of(d, first, segment), table, hits)
+    def bias_range(ints, at, first):
+        """Where this thread's biases of the segment begin, where the segment's end."""
+        return bias_position(ints, at, first) + cuda.threadIdx.x, bias_position(ints, at, first + segment)
 
     @inlined
-    def mark_window(ids, length, first, table, hits):
-        """Mark the 16 ids a thread of `load_window`; those past `length` are -1, and mostly skipped."""
-        mark_four(ids[0], ids[1], ids[2], ids[3], first, table, hits)
-        if length > 4 * threads:
-            mark_four(ids[4], ids[5], ids[6], ids[7], first, table, hits)
-            mark_four(ids[8], ids[9], ids[10], ids[11], first, table, hits)
-            mark_four(ids[12], ids[13], ids[14], ids[15], first, table, hits)
+    def mark(first, ints, at, begin, end, late, hits):
+        """Mark all tokens, before the logits are there. True in the thread that has to adjust the late one by itself.
 
-    @inlined
-    def count_one(local, table):
-        if local >= 0:
-            cuda.atomic.add(table, np.uint32(local), 1)
-
-    @inlined
-    def count_four(a, b, c, d, first, table):
-        count_one(local_of(a, first, segment), table)
-        count_one(local_of(b, first, segment), table)
-        count_one(local_of(c, first, segment), table)
-        count_one(local_of(d, first, segment), table)
-
-    @inlined
-    def count_window(ids, length, first, table):
-        count_four(ids[0], ids[1], ids[2], ids[3], first, table)
-        if length > 4 * threads:
-            count_four(ids[4], ids[5], ids[6], ids[7], first, table)
-            count_four(ids[8], ids[9], ids[10], ids[11], first, table)
-            count_four(ids[12], ids[13], ids[14], ids[15], first, table)
-
-    @inlined
-    def mark(first, requests, at, table, hits):
-        """Mark what the window and the biases name, and count the window's tokens. Needs no logits.
-
-        `hits` is 0, and a barrier has passed. The counts are there after one more.
+        `hits` is 0, and a barrier has passed; another ends this.
         """
-        thread, ints, windows = cuda.threadIdx.x, requests.ints, requests.windows
-        start, length, biases = ints[at + WINDOW], ints[at + LENGTH], ints[at + BIASES]
-        ids = load_window(windows, start, start + length, thread, threads)
-        mark_window(ids, length, first, table, hits)
-        if in_rounds:
-            for done in range(16 * threads, length, 16 * threads):
-                more = load_window(windows, start + done, start + length, thread, threads)
-                mark_window(more, length - done, first, table, hits)
-        if biases > 0:
-            i, high = bias_position(ints, at, first) + thread, bias_position(ints, at, first + segment)
+        thread, alone = cuda.threadIdx.x, False
+        start = begin
+        while start < end:
+            a, b, c, d = load_entries(ints, start, end, thread, threads)
+            mark_one(local_part(a), hits)
+            mark_one(local_part(b), hits)
+            mark_one(local_part(c), hits)
+            mark_one(local_part(d), hits)
+            start += opaque(4 * threads)
+        if late >= 0:
+            cuda.syncthreads()
+            if thread == 0:
+                alone = np.uint32(mark_one(late, hits) & bit_of(late)) == 0
+            cuda.syncthreads()
+        if ints[at + BIASES] > 0:
+            i, high = bias_range(ints, at, first)
             while i < high:
-                mark_one(far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first, table, hits)
+                mark_one(far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first, hits)
                 i += opaque(threads)
-        cuda.syncthreads()
-        count_window(ids, length, first, table)
-        if in_rounds:
-            for done in range(16 * threads, length, 16 * threads):
-                more = load_window(windows, start + done, start + length, thread, threads)
-                count_window(more, length - done, first, table)
+        return alone
 
     @inlined
-    def adjust(x, first, requests, at, table, hits):
-        """The thread's logits with bias and penalties; what changed goes into the table, too."""
-        thread = cuda.threadIdx.x
+    def put(logit, entry, late, repeat, freq, present, table):
+        """Lay the adjusted logit of an entry in the table; -1 is none."""
+        local = local_part(entry)
+        if local >= 0:
+            count = (entry >> COUNT_SHIFT) + (1 if local == late else 0)
+            table[np.uint32(local)] = bits_of(penalised(logit, count, repeat, freq, present))
+
+    @inlined
+    def put_biased(logit, local, count, first, requests, at, table):
+        """The same for a token of a row with biases, which came `count` times."""
         ints, floats = requests.ints, requests.floats
-        mask = hits[np.uint32(thread)]
-        while mask != 0:
-            i = np.int32(cuda.ffs(mask)) - 1
-            mask = np.uint32(mask & np.uint32(mask - np.uint32(1)))
-            local = 4 * (i // 4 * threads + thread) + i % 4
-            logit, count = pick(x, i), table[np.uint32(local)]
-            if ints[at + BIASES] > 0:
-                logit = biased(logit, ints, at, bias_position(ints, at, first + local), first + local)
-            if count > 0:
-                logit = penalised(logit, count, floats, at)
-            table[np.uint32(local)] = bits_of(logit)
-            x = replace(x, i, logit)
-        return x
+        logit = biased(logit, ints, at, bias_position(ints, at, first + local), first + local)
+        if count > 0:
+            logit = penalised(logit, count, floats[at + REPEAT], floats[at + FREQ], floats[at + PRESENT])
+        table[np.uint32(local)] = bits_of(logit)
+
+    @inlined
+    def adjust(logits, base, first, requests, at, begin, end, late, alone, table):
+        """Fill the table for a row without biases. A barrier ends it."""
+        ints, floats = requests.ints, requests.floats
+        repeat, freq, present = floats[at + REPEAT], floats[at + FREQ], floats[at + PRESENT]
+        start = begin
+        while start < end:
+            a, b, c, d = load_entries(ints, start, end, cuda.threadIdx.x, threads)
+            of_a, of_b, of_c, of_d = load_entry_logits(logits, base + first, a, b, c, d)
+            put(of_a, a, late, repeat, freq, present, table)
+            put(of_b, b, late, repeat, freq, present, table)
+            put(of_c, c, late, repeat, freq, present, table)
+            put(of_d, d, late, repeat, freq, present, table)
+            start += opaque(4 * threads)
+        if alone:
+            put(logits[base + first + late], late, late, repeat, freq, present, table)
+
+    @inlined
+    def adjust_biased(logits, base, first, requests, at, begin, end, late, alone, table):
+        """Fill the table for a row with biases: for what is biased, then again for what is in the window, too."""
+        ints = requests.ints
+        i, high = bias_range(ints, at, first)
+        while i < high:
+            local = far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first
+            put_biased(logits[base + first + local], local, 0, first, requests, at, table)
+            i += opaque(threads)
+        cuda.syncthreads()
+        i = begin + cuda.threadIdx.x
+        while i < end:
+            local, count = local_part(ints[i]), ints[i] >> COUNT_SHIFT
+            count += 1 if local == late else 0
+            put_biased(logits[base + first + local], local, count, first, requests, at, table)
+            i += opaque(threads)
+        if alone:
+            put_biased(logits[base + first + late], late, 1, first, requests, at, table)
 
     @inlined
     def adjusted(logit, local, table, hits):
@@ -264,7 +271,7 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any]:
             else logit
         )
 
-    return mark, adjust, adjusted
+    return mark, adjust, adjust_biased, adjusted
 
 
 def candidate_stage(shape: Shape) -> Any:
@@ -276,13 +283,13 @@ def candidate_stage(shape: Shape) -> Any:
     """
     macros = logit_macros(shape.threads, shape.vectors, shape.wide)
     load, largest, above = macros.load, macros.largest, macros.above
-    pick, exp_sum = macros.pick, macros.exp_sum
-    mark, adjust, adjusted = adjuster(shape)
+    pick, exp_sum, patched = macros.pick, macros.exp_sum, macros.patched
+    mark, adjust, adjust_biased, adjusted = adjuster(shape)
     threads, segment = shape.threads, shape.segment
     warps = threads // WARP
 
     @inlined
-    def one_by_one(logits, base, first, end, keep, table, hits, patched, out, at, cell):
+    def one_by_one(logits, base, first, end, keep, table, hits, of_adjusted, out, at, cell):
         """The `keep` largest of a segment in order, into `out`; how many there are. Rounds over all of it."""
         thread = cuda.threadIdx.x
         last = LAST_KEY
@@ -294,7 +301,7 @@ def candidate_stage(shape: Shape) -> Any:
             local = thread
             while local < end - first:
                 logit = logits[base + first + local]
-                if patched:
+                if of_adjusted:
                     logit = adjusted(logit, local, table, hits)
                 if logit >= LOWEST:
                     candidate = join(ordered(logit), first + local)
@@ -335,22 +342,32 @@ def candidate_stage(shape: Shape) -> Any:
         counters = cuda.shared.array(COUNTERS, np.uint32)
         cell = cuda.shared.array(1, np.uint64)
         sums = cuda.shared.array(warps, np.float32)
-        at, ints = row * WORDS, requests.ints
+        at, ints = row * requests.stride, requests.ints
         first, base = block * segment, row * vocab
         keep, lists, alternatives = ints[at + KEEP], ints[at + LISTS_WANTED], ints[at + ALTERNATIVES]
-        patched = keep > 0 and (ints[at + LENGTH] > 0 or ints[at + BIASES] > 0)
+        begin, end, biases = ints[at + WORDS + block], ints[at + WORDS + block + 1], ints[at + BIASES]
+        late = ints[at + LATE] - 1
+        if late >= 0:
+            late = local_of(requests.chosen[late], first, segment)
+        changed = begin < end or late >= 0 or biases > 0
         if thread < COUNTERS:
             counters[np.uint32(thread)] = 0
         hits[np.uint32(thread)] = 0
         cuda.syncthreads()
-        if patched:
-            mark(first, requests, at, table, hits)
+        alone = False
+        if changed:
+            alone = mark(first, ints, at, begin, end, late, hits)
         let_next_start()
         wait_for_previous()
         if keep == 0:
             return
         x = load(logits, base, first, thread, vocab)
-        cuda.syncthreads()
+        if biases > 0:
+            adjust_biased(logits, base, first, requests, at, begin, end, late, alone, table)
+        elif changed:
+            adjust(logits, base, first, requests, at, begin, end, late, alone, table)
+        if changed:
+            cuda.syncthreads()
         if alternatives >= 0:
             top = block_largest(largest(x), counters)
             equal = np.float32(cuda.popc(above(x, top)))
@@ -359,9 +376,9 @@ def candidate_stage(shape: Shape) -> Any:
                 scratch.partials[(row * blocks + block) * 2] = top
                 scratch.partials[(row * blocks + block) * 2 + 1] = total
         for which in range(lists - 1, -1, -1):
-            of_adjusted = which == 0 and patched
-            if of_adjusted:
-                x = adjust(x, first, requests, at, table, hits)
+            of_adjusted = which == 0 and changed
+            if of_adjusted and hits[np.uint32(thread)] != 0:
+                x = patched(x, thread, table, hits[np.uint32(thread)])
             wanted = keep if which == 0 else alternatives
             place = (row * LISTS + which) * blocks + block
             count = leave(x, wanted, first, scratch.candidates, place * CAPACITY, counters, which)

@@ -1,6 +1,6 @@
 """The sampling chain on the GPU: `CudaSampler` hands a step's rows to the kernels of `kernels.py`.
 
-One launch chooses for all rows, each with its own parameters, history and draw index, which `stage` writes to device
+Two launches choose for all rows, each with its own parameters, history and draw index, which are written to device
 memory before each replay of a captured graph. The twin is `reference.py`.
 """
 
@@ -9,28 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..backends.cuda.device import Buffer, Device, KernelSpec
 from ..params import LOGPROBS_MAX
-from ..rows import Choice, Draw, Float32
-from .host import Bias, is_plain, pack, sorted_bias
+from ..rows import Choice, Draw, Float32, Int32
+from .host import Packer
 from .kernels import KERNELS, kernel_spec
-from .tables import (
-    CAPACITY,
-    ENTRIES,
-    HEAD,
-    LISTS,
-    MAX_BLOCKS,
-    RECORD,
-    WINDOW_WORDS,
-    WORDS,
-    Outcome,
-    Requests,
-    Scratch,
-    Shape,
-)
+from .tables import CAPACITY, ENTRIES, HEAD, LISTS, MAX_BLOCKS, WINDOW_WORDS, Outcome, Requests, Scratch, Shape
 
-BIAS_LISTS = 64  # bias lists kept on the device beyond one a row
+TURNS = 2  # steps whose choices are kept apart
 
 
 def shape_of(vocab: int) -> Shape:
@@ -43,14 +31,18 @@ def sampler_specs(vocab: int) -> list[KernelSpec]:
     return [kernel_spec(name, shape_of(vocab)) for name in KERNELS]
 
 
+def request_words(vocab: int, rows: int) -> int:
+    """The most 32-bit words that `CudaSampler.pack` writes for `rows` rows."""
+    return rows * (shape_of(vocab).stride(vocab) + WINDOW_WORDS)
+
+
 class CudaSampler:
     """Chooses a token for each row of a step on the GPU. One thread at a time.
 
-    A backend uses it in three parts: `capture` inside `device.capture()`, once a number of rows; for each step `stage`
-    with the step's draws, then the graph's launch, then `read`. `is_plain(draws)` says which of two graphs to replay:
-    the one captured with plain=True runs the arg-max kernel alone and needs no `stage`. What `stage` writes is read by
-    the replay after it, so it may be called while a forward pass of the same step is still running, but not before the
-    step before has been read.
+    A backend captures the chain once a number of rows with `capture`; for each step it packs the draws (`pack`, into
+    page-locked memory that it copies to the device itself, or `stage`), launches the graph, waits and takes the choices
+    (`read`). A step may be queued before the one ahead of it is read if their `turn` differs, 0 or 1. Its penalty
+    windows may then hold a token that is not known yet, as -1 - its row in the step ahead, from `chosen`.
 
     `choose` does it all for logits that lie on the host.
     """
@@ -66,86 +58,94 @@ class CudaSampler:
         if self.blocks > MAX_BLOCKS or vocab * max_rows >= 2**31:
             raise ValueError(f"{max_rows} rows of {vocab} logits are more than the sampler can number")
         self.device = device or Device()
-        self.kept = np.empty(0, np.int32)  # [m] tokens left to draw from in each row of the last `read`; 1 if greedy
         self._kernels = {name: self.device.load(kernel_spec(name, self.shape)) for name in KERNELS}
-        self._biases: dict[int, tuple[Bias, Buffer, Buffer]] = {}
-        self._draws: Sequence[Draw] = ()
+        self._packer = Packer(vocab, max_rows, self.shape, self.device)
+        self._kept: NDArray[np.int32] = np.empty(0, np.int32)
         self._allocate()
 
     def _allocate(self) -> None:
         device, rows, blocks = self.device, self.max_rows, self.blocks
-        words = rows * (WORDS + WINDOW_WORDS)
-        self._staging, self._requests = device.pinned(words), device.allocate(4 * words)
-        self._records = self._staging[: rows * WORDS].view(RECORD)
-        self._windows = self._staging[rows * WORDS :]
-        lists = rows * LISTS * blocks
+        lists, places = rows * LISTS * blocks, TURNS * rows
         self._scratch = Scratch(
-            device.allocate(8 * lists * CAPACITY), device.allocate(4 * lists), device.allocate(8 * rows * blocks),
-            device.allocate(4 * rows),
-        )  # fmt: skip
-        self.tokens = device.allocate(4 * rows)  # int32 [rows] on the device, for kernels that go on from here
-        self._heads, self._ids = device.pinned(rows * HEAD), device.pinned(rows * LOGPROBS_MAX)
-        self._logprobs = device.pinned(rows * ENTRIES * 2).view(np.float64)
-        self._logits: Buffer | None = None
+            device.allocate(8 * lists * CAPACITY), device.allocate(4 * lists), device.allocate(8 * rows * blocks)
+        )
+        self._heads, self._ids = device.pinned(places * HEAD), device.pinned(places * LOGPROBS_MAX)
+        self._logprobs = device.pinned(places * ENTRIES * 2).view(np.float64)
+        self._staging: list[Int32] = []
+        self._own: dict[str, Buffer] = {}
 
-    def _arguments(self, logits: int) -> tuple[object, ...]:
-        address = self._requests.address
-        requests = Requests(address, address, address, address + 4 * WORDS * self.max_rows)
-        heads, ids, logprobs = (host.ctypes.data for host in (self._heads, self._ids, self._logprobs))
-        return logits, self.vocab, requests, self._scratch, Outcome(self.tokens, heads, ids, logprobs)
+    def words(self, rows: int) -> int:
+        """The most 32-bit words that the parameters of `rows` rows take."""
+        return self._packer.words(rows)
 
-    def capture(self, logits: Buffer | int, rows: int, plain: bool = False) -> None:
+    def pack(self, draws: Sequence[Draw], rows: int, out: Int32, turn: int = 0) -> int:
+        """Write what the chain captured for `rows` rows reads about each, to the front of `out` [words(rows)].
+
+        How many words have to reach the device. Rows past the draws cost next to nothing. ValueError if there are too
+        many draws, a sampled one has no seed or a window has two unknown tokens.
+        """
+        return self._packer.pack(draws, rows, out, turn * self.max_rows)
+
+    def capture(self, logits: int | Buffer, rows: int, requests: int | Buffer, chosen: int | Buffer) -> None:
         """Queue the choice for `rows` rows of float32 logits [rows, vocab] on the device: captured, or run at once.
 
-        Rows past the staged draws cost next to nothing.
+        requests: what `pack` wrote, on the device, at a multiple of 16 bytes. chosen: int32 [rows], the tokens chosen
+        in the step ahead, which this step's replace at its end. What writes the two must be done before the kernel
+        ahead of the chain starts; nothing else in the graph may write `chosen` before.
         """
-        address = logits.address if isinstance(logits, Buffer) else logits
-        arguments = self._arguments(address)
-        if plain:
-            self.device.launch(self._kernels["arg_max"], (self.blocks, rows), *arguments)
-            return
+        heads, ids, logprobs = (host.ctypes.data for host in (self._heads, self._ids, self._logprobs))
+        arguments = (
+            *(logits, self.vocab),
+            Requests(requests, requests, requests, self._packer.stride, chosen),
+            *(self._scratch, Outcome(heads, ids, logprobs)),
+        )
         self.device.launch(self._kernels["candidates"], (self.blocks, rows), *arguments)
         self.device.launch(self._kernels["merge"], (rows,), *arguments)
 
-    def stage(self, draws: Sequence[Draw]) -> None:
-        """Write what the chain reads about each row, and queue its copy to the device.
-
-        ValueError if there are too many draws or a sampled one has no seed.
-        """
-        if len(draws) > self.max_rows:
-            raise ValueError(f"{len(draws)} draws, but buffers for {self.max_rows} rows")
-        self._draws = draws
-        used = pack(draws, self._records, self._windows, self._place_bias)
-        self.device.copy_in(self._requests, self._staging[: self.max_rows * WORDS + used])
-
-    def _place_bias(self, bias: Bias) -> tuple[int, int]:
-        """The device addresses of a bias list. Lists are kept, as a request brings the same one in every step."""
-        entry = self._biases.pop(id(bias), None)
-        if entry is None:
-            ids, values = sorted_bias(bias)
-            entry = bias, self.device.upload(ids), self.device.upload(values)
-        self._biases[id(bias)] = entry
-        while len(self._biases) > self.max_rows + BIAS_LISTS:
-            _, *buffers = self._biases.pop(next(iter(self._biases)))
-            for buffer in buffers:
-                self.device.free(buffer)
-        return entry[1].address, entry[2].address
-
-    def read(self, draws: Sequence[Draw] | None = None) -> list[Choice]:
-        """Wait for the device; one choice for each of `draws` (as staged, unless the graph was a plain one)."""
-        self.device.synchronize()
-        draws = self._draws if draws is None else draws
-        heads = self._heads.reshape(-1, HEAD)[: len(draws)]
-        self.kept = heads[:, 1].copy()
+    def read(self, draws: Sequence[Draw], turn: int = 0) -> list[Choice]:
+        """One choice for each of `draws`, which a step of this `turn` was packed with and which is done."""
+        first = turn * self.max_rows
+        heads = self._heads[first * HEAD : (first + len(draws)) * HEAD].reshape(-1, HEAD)
+        self._kept = heads[:, 1]
         return [
-            Choice(token) if draw.params.logprobs is None else self._with_logprobs(row, token, filled)
+            Choice(token) if draw.params.logprobs is None else self._with_logprobs(first + row, token, filled)
             for row, (draw, (token, _, filled, _)) in enumerate(zip(draws, heads.tolist(), strict=True))
         ]
 
-    def _with_logprobs(self, row: int, token: int, count: int) -> Choice:
-        logprob, *others = self._logprobs[row * ENTRIES : row * ENTRIES + count + 1].tolist()
-        ids = self._ids[row * LOGPROBS_MAX : row * LOGPROBS_MAX + count].tolist()
+    @property
+    def kept(self) -> NDArray[np.int32]:
+        """[m] tokens that were left to draw from in each row of the last `read`; 1 if greedy."""
+        return self._kept.copy()
+
+    def _with_logprobs(self, place: int, token: int, count: int) -> Choice:
+        logprob, *others = self._logprobs[place * ENTRIES : place * ENTRIES + count + 1].tolist()
+        ids = self._ids[place * LOGPROBS_MAX : place * LOGPROBS_MAX + count].tolist()
         return Choice(token, logprob, tuple(zip(ids, others, strict=True)))
+
+    # -- with buffers of its own
+
+    def own(self, name: str, size: int) -> Buffer:
+        """A buffer of the sampler's, made when it is first asked for."""
+        if name not in self._own:
+            self._own[name] = self.device.allocate(size)
+        return self._own[name]
+
+    @property
+    def requests(self) -> Buffer:
+        """Where `stage` puts the parameters."""
+        return self.own("requests", 4 * self.words(self.max_rows))
+
+    @property
+    def chosen(self) -> Buffer:
+        """int32 [max_rows], for callers without a buffer for the tokens."""
+        return self.own("chosen", 4 * self.max_rows)
+
+    def stage(self, draws: Sequence[Draw], rows: int, turn: int = 0) -> None:
+        """`pack` into memory of the sampler's, and queue the copy to `requests`."""
+        if not self._staging:
+            self._staging = [self.device.pinned(self.words(self.max_rows)) for _ in range(TURNS)]
+        used = self.pack(draws, rows, self._staging[turn], turn)
+        self.device.copy_in(self.requests, self._staging[turn][:used])
 
     def choose(self, logits: Float32, draws: Sequence[Draw]) -> list[Choice]:
         """One choice a row of raw `logits` [m, vocab] float32 on the host. ValueError if they do not fit."""
@@ -154,21 +154,16 @@ class CudaSampler:
             raise ValueError(f"{m} draws need float32 logits [{m}, {self.vocab}], got {logits.dtype} {logits.shape}")
         if m == 0:
             return []
-        self._logits = self._logits or self.device.allocate(4 * self.vocab * self.max_rows)
-        self.stage(draws)
-        self.device.write(self._logits, logits)
-        self.capture(self._logits, m, is_plain(draws))
-        return self.read()
+        self.stage(draws, m)
+        place = self.own("logits", 4 * self.vocab * self.max_rows)
+        self.device.write(place, logits)
+        self.capture(place, m, self.requests, self.chosen)
+        self.device.synchronize()
+        return self.read(draws)
 
     def close(self) -> None:
         """Give the device's memory back. No call may follow, nor a replay of a graph that was captured with it."""
         self.device.synchronize()
-        buffers = [
-            self._requests,
-            self.tokens,
-            *self._scratch,
-            *(b for _, *pair in self._biases.values() for b in pair),
-        ]
-        for buffer in buffers:
+        self._packer.close()
+        for buffer in (*self._scratch, *self._own.values()):
             self.device.free(buffer)
-        self._biases.clear()

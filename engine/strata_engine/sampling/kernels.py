@@ -1,7 +1,8 @@
 """The kernels of the GPU sampler, put together from their stages, and what it takes to compile them.
 
-The chain is two launches, `candidates` and `merge`. `arg_max` is one, for rows that are greedy and have neither
-penalties nor biases nor log-probabilities. All take the same arguments.
+The chain is two launches, `candidates` and `merge`, which take the same arguments. A row that is greedy runs through
+both, too: where every row of a step is, and none is penalised or biased or wants log-probabilities, the backend's
+arg-max is all there is to run.
 """
 
 from __future__ import annotations
@@ -12,38 +13,10 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
-
-from .candidates import ALL_ONES, LOWEST, candidate_stage, id_of, join, key_of
+from .candidates import candidate_stage
 from .merge import merge_stage
-from .ptx import (
-    SIMULATED,
-    WARP,
-    cuda,
-    inlined,
-    let_next_start,
-    logit_macros,
-    ordered,
-    take_ticket,
-    wait_for_previous,
-    warp_max,
-)
-from .tables import HEAD, Outcome, Requests, Scratch, Shape
-
-
-@inlined
-def is_last(tickets, row, blocks, flag):
-    """True in the last block of a row to come here, for all threads; what all others wrote is then seen."""
-    cuda.threadfence()
-    cuda.syncthreads()
-    if cuda.threadIdx.x == 0:
-        flag[0] = 1 if take_ticket(tickets, row) == blocks - 1 else 0
-    cuda.syncthreads()
-    if flag[0] == 1:
-        cuda.threadfence()
-        if cuda.threadIdx.x == 0:
-            tickets[row] = 0
-    return flag[0] == 1
+from .ptx import SIMULATED
+from .tables import Outcome, Requests, Scratch, Shape
 
 
 def candidates_kernel(shape: Shape) -> Callable[..., None]:
@@ -66,75 +39,9 @@ def merge_kernel(shape: Shape) -> Callable[..., None]:
     return kernel
 
 
-def arg_max_kernel(shape: Shape) -> Callable[..., None]:
-    """The id of the largest logit of each row, ties to the lowest, 0 if all are -inf or NaN.
-
-    Grid: (blocks, rows); block: shape.threads. The block of each row that is done last compares what they found.
-    Reads no `requests`. Twin: numpy.argmax.
-    """
-    macros = logit_macros(shape.threads, shape.vectors, shape.wide)
-    load, largest, above = macros.load, macros.largest, macros.above
-    threads, segment = shape.threads, shape.segment
-    warps = threads // WARP
-
-    @inlined
-    def warp_best(x, first):
-        """The warp's best candidate, in every lane; 0 if there is none."""
-        top = largest(x)
-        key = warp_max(ordered(top))
-        token = ALL_ONES
-        if ordered(top) == key and top >= LOWEST:
-            i = np.int32(cuda.ffs(above(x, top))) - 1
-            token = np.uint32(first + 4 * (i // 4 * threads + cuda.threadIdx.x) + i % 4)
-        reverse = warp_max(np.uint32(ALL_ONES - token))
-        if reverse == 0:
-            return np.uint64(0)
-        return join(key, np.uint32(ALL_ONES - reverse))
-
-    @inlined
-    def best_of(values, count):
-        best = values[0]
-        for i in range(1, count):
-            best = max(best, values[i])
-        return best
-
-    def kernel(logits, vocab, requests, scratch, outcome):
-        thread, block, row, blocks = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y, cuda.gridDim.x
-        parts = cuda.shared.array(warps, np.uint64)
-        flag = cuda.shared.array(1, np.int32)
-        let_next_start()
-        wait_for_previous()
-        first = block * segment
-        best = warp_best(load(logits, row * vocab, first, thread, vocab), first)
-        if thread % WARP == 0:
-            parts[thread // WARP] = best
-        cuda.syncthreads()
-        if thread == 0:
-            scratch.candidates[row * blocks + block] = best_of(parts, warps)
-        if is_last(scratch.tickets, row, blocks, flag):
-            best = np.uint64(0)
-            for i in range(thread, blocks, threads):
-                best = max(best, scratch.candidates[row * blocks + i])
-            key = warp_max(key_of(best))
-            reverse = warp_max(np.uint32(best & np.uint64(ALL_ONES)) if key_of(best) == key else np.uint32(0))
-            if thread % WARP == 0:
-                parts[thread // WARP] = np.uint64(np.uint64(key) << np.uint64(32)) | np.uint64(reverse)
-            cuda.syncthreads()
-            if thread == 0:
-                best = best_of(parts, warps)
-                token = id_of(best) if best > 0 else 0
-                outcome.tokens[row] = token
-                outcome.heads[row * HEAD] = token
-                outcome.heads[row * HEAD + 1] = 1
-                outcome.heads[row * HEAD + 2] = 0
-
-    return kernel
-
-
 KERNELS: dict[str, Callable[[Shape], Callable[..., None]]] = {
     "candidates": candidates_kernel,
     "merge": merge_kernel,
-    "arg_max": arg_max_kernel,
 }
 
 
@@ -162,9 +69,9 @@ def _signature() -> Any:
     return types.void(
         f32s,
         i32,
-        types.NamedTuple([f64s, f32s, i32s, i32s], Requests),
-        types.NamedTuple([u64s, i32s, f32s, i32s], Scratch),
-        types.NamedTuple([i32s, i32s, i32s, f64s], Outcome),
+        types.NamedTuple([f64s, f32s, i32s, i32, i32s], Requests),
+        types.NamedTuple([u64s, i32s, f32s], Scratch),
+        types.NamedTuple([i32s, i32s, f64s], Outcome),
     )
 
 

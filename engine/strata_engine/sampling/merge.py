@@ -15,15 +15,14 @@ import numpy as np
 from .candidates import LAST_KEY, LOWEST, id_of, key_bound, key_of
 from .philox import MULTIPLIER_0, MULTIPLIER_1, ROUNDS, WEYL_0, WEYL_1, WORD
 from .ptx import add, cuda, inlined, let_next_start, load_key, opaque, ordered, value_of, wait_for_previous
-from .tables import CAPACITY, ENTRIES, HEAD, KEEP_MAX, LISTS, MAX_BLOCKS, WORDS, Shape, word
+from .tables import CAPACITY, ENTRIES, HEAD, KEEP_MAX, LISTS, MAX_BLOCKS, Shape, word
 
 SURVIVORS = 256  # candidates that are ranked at once
 KEPT = LISTS * KEEP_MAX
 PAIRS = 2 * KEEP_MAX  # weights of the chain: at temperature 1, at the row's
-REALS = WORDS // 2  # float64 a record
 TEMPERATURE, TOP_P = word("temperature") // 2, word("top_p") // 2
 SEED, INDEX = word("seed"), word("index")
-MIN_P_LOG, KEEP, K = word("min_p_log"), word("keep"), word("k")
+MIN_P_LOG, KEEP, K, PLACE = word("min_p_log"), word("keep"), word("k"), word("place")
 # places of `tally`: tokens that min_p leaves, the last that top_p leaves, the one drawn; then for each list how many
 # candidates reach the bound, and the most candidates of a block
 LIKELY, CUT, DRAWN, FOUND, WIDEST = 0, 1, 2, 3, 5
@@ -197,8 +196,8 @@ def merge_stage(shape: Shape) -> Any:
     @inlined
     def drawn(kept, count, requests, row, u, weights, sums, tally):
         """(place of the chosen among the `count` >= 1 of `kept`, tokens left to draw from)."""
-        thread, at = cuda.threadIdx.x, row * WORDS
-        temperature, top_p = requests.reals[row * REALS + TEMPERATURE], requests.reals[row * REALS + TOP_P]
+        thread, at = cuda.threadIdx.x, row * requests.stride
+        temperature, top_p = requests.reals[at // 2 + TEMPERATURE], requests.reals[at // 2 + TOP_P]
         head = value_of(key_of(kept[0]))
         floor = requests.floats[at + MIN_P_LOG]  # an infinite head must not make it NaN
         if floor >= LOWEST:
@@ -260,7 +259,7 @@ def merge_stage(shape: Shape) -> Any:
         return largest
 
     @inlined
-    def report(logits, base, token, kept, start, count, row, largest, log_sum, outcome):
+    def report(logits, base, token, kept, start, count, place, largest, log_sum, outcome):
         """Log-probabilities of `token` and of the `count` raw candidates from kept[start]."""
         thread = cuda.threadIdx.x
         i = thread
@@ -270,9 +269,9 @@ def merge_stage(shape: Shape) -> Any:
             logprob = -log_sum
             if value != largest and largest >= LOWEST:
                 logprob += np.float64(value) - np.float64(largest)
-            outcome.logprobs[row * ENTRIES + i] = logprob
+            outcome.logprobs[place * ENTRIES + i] = logprob
             if i > 0:
-                outcome.ids[row * (ENTRIES - 1) + i - 1] = id_of(candidate)
+                outcome.ids[place * (ENTRIES - 1) + i - 1] = id_of(candidate)
 
             i += opaque(threads)
 
@@ -289,11 +288,11 @@ def merge_stage(shape: Shape) -> Any:
         peaks = cuda.shared.array(4, np.uint32)  # the largest key of each list, the largest raw logit
         cell = cuda.shared.array(1, np.uint64)
         u = cuda.shared.array(2, np.float64)  # the number drawn, the log of the whole
-        at, blocks = row * WORDS, (vocab + segment - 1) // segment
+        at, blocks = row * requests.stride, (vocab + segment - 1) // segment
         ints = requests.ints
-        sampled = requests.reals[row * REALS + TEMPERATURE] > 0.0
+        sampled = requests.reals[at // 2 + TEMPERATURE] > 0.0
         lists, keep, alternatives = ints[at + LISTS_WANTED], ints[at + KEEP], ints[at + ALTERNATIVES]
-        k = ints[at + K]
+        k, place = ints[at + K], ints[at + PLACE]
         if thread == threads - 1:
             u[0] = uniform(ints, at)
         if thread < 4:
@@ -317,19 +316,19 @@ def merge_stage(shape: Shape) -> Any:
                 found = found_raw
         token, left = 0, 1
         if found > 0:
-            place = 0
+            which = 0
             if sampled:
-                place, left = drawn(kept, min(found, k), requests, row, u, weights, sums, tally)
-            token = id_of(kept[np.uint32(place)])
+                which, left = drawn(kept, min(found, k), requests, row, u, weights, sums, tally)
+            token = id_of(kept[np.uint32(which)])
         if thread == 0:
-            outcome.tokens[row] = token
-            outcome.heads[row * HEAD] = token
-            outcome.heads[row * HEAD + 1] = left
-            outcome.heads[row * HEAD + 2] = min(found_raw, max(alternatives, 0))
+            requests.chosen[row] = token
+            outcome.heads[place * HEAD] = token
+            outcome.heads[place * HEAD + 1] = left
+            outcome.heads[place * HEAD + 2] = min(found_raw, max(alternatives, 0))
         if alternatives >= 0:
             cuda.syncthreads()
             largest = log_total(scratch, row, blocks, vocab, weights, sums, peaks, u)
             filled, start = min(found_raw, alternatives), (lists - 1) * KEEP_MAX
-            report(logits, row * vocab, token, kept, start, filled, row, largest, u[1], outcome)
+            report(logits, row * vocab, token, kept, start, filled, place, largest, u[1], outcome)
 
     return stage

@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 from numba.core import config
 
+from .tables import COUNT_SHIFT
+
+LOCAL = (1 << COUNT_SHIFT) - 1  # the part of an entry that is its local index
 SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 WARP = 1 if SIMULATED else 32
 LOG2_E = 1.4426950408889634
@@ -84,17 +87,20 @@ if SIMULATED:
     def load_key(candidates, index, inside):
         return candidates[index] if inside else np.uint64(0)
 
-    def load_window(windows, start, end, thread, threads):
-        places = [start + 4 * (v * threads + thread) for v in range(4)]
-        return tuple(windows[at + j] if at < end else -1 for at in places for j in range(4))
+    def load_entries(ints, start, end, thread, threads):
+        return tuple(
+            ints[at] if at < end else -1 for at in range(start + thread, start + thread + 4 * threads, threads)
+        )
+
+    def load_entry_logits(logits, base, *entries):
+        return tuple(logits[base + local_part(entry)] if entry >= 0 else np.float32(0.0) for entry in entries)
+
+    def local_part(entry):
+        return entry & LOCAL if entry >= 0 else -1
 
     def local_of(token, first, segment):
         local = token - first
         return local if 0 <= local < segment else -1
-
-    def take_ticket(tickets, index):
-        tickets[index] += 1
-        return int(tickets[index]) - 1
 
 else:
     from llvmlite import ir
@@ -180,6 +186,11 @@ else:
     def far_float(e: Emitter, low: Any, high: Any, index: Any) -> Any:
         return e.real(_far(e, low, high, index))
 
+    def _shared_address(e: Emitter, array: Any) -> Any:
+        """Where a shared array of numba's stands, as the 32-bit address that shared loads take."""
+        data = e.b.ptrtoint(e.b.extract_value(array, 4), I64)
+        return e.asm("{ .reg .b64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", I32, "=r,l", data)
+
     def _flag(e: Emitter, inside: Any) -> Any:
         return e.b.zext(inside, I32) if inside.type != I32 else inside
 
@@ -190,20 +201,25 @@ else:
         address = e.b.gep(candidates, [e.i64(index)])
         return e.asm(text, I64, "=l,l,r", address, _flag(e, inside), effect=True)
 
-    @macro(types.UniTuple(i32, 16))
-    def load_window(e: Emitter, windows: Any, start: Any, end: Any, thread: Any, threads: Any) -> Any:
-        """16 ids of windows[start:end]: four from start + 4 * thread on, and again at every 4 * threads; else -1.
+    @macro(types.UniTuple(i32, 4))
+    def load_entries(e: Emitter, ints: Any, start: Any, end: Any, thread: Any, threads: Any) -> Any:
+        """ints[start + thread] and what follows it in steps of `threads`; -1 from `end` on. All loads at once."""
+        text = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
+        places = [e.b.add(e.b.add(start, thread), e.b.mul(threads, e.u32(v))) for v in range(4)]
+        return [e.asm(text, I32, "=r,l,r,r", e.b.gep(ints, [e.i64(i)]), i, end, effect=True) for i in places]
 
-        `start` is a multiple of 4. All loads are under way at once.
-        """
-        moves = " ".join(f"mov.b32 ${i}, -1;" for i in range(4))
-        text = f"{{ .reg .pred p; setp.lt.s32 p, $5, $6; {moves} @p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
-        ids: list[Any] = []
-        for v in range(4):
-            at = e.b.add(start, e.b.shl(e.b.add(thread, e.b.mul(threads, e.u32(v))), e.u32(2)))
-            address = e.b.gep(windows, [e.i64(at)])
-            ids += e.asm(text, [I32] * 4, "=r,=r,=r,=r,l,r,r", address, at, end, effect=True)
-        return ids
+    @macro(types.UniTuple(f32, 4))
+    def load_entry_logits(e: Emitter, logits: Any, base: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        """The logits of four entries of the segment at `base`; 0 for -1. All loads at once."""
+        text = "{ .reg .pred p; setp.ge.s32 p, $2, 0; mov.b32 $0, 0; @p ld.global.f32 $0, [$1]; }"
+        places = [e.b.add(base, e.b.and_(entry, e.u32(LOCAL))) for entry in (a, b, c, d)]
+        pairs = zip(places, (a, b, c, d), strict=True)
+        return [e.asm(text, F32, "=f,l,r", e.b.gep(logits, [e.i64(i)]), entry, effect=True) for i, entry in pairs]
+
+    @macro(i32)
+    def local_part(e: Emitter, entry: Any) -> Any:
+        """The local index of an entry; -1 for -1."""
+        return e.b.select(e.b.icmp_signed(">=", entry, e.u32(0)), e.b.and_(entry, e.u32(LOCAL)), entry)
 
     @macro(i32)
     def local_of(e: Emitter, token: Any, first: Any, segment: Any) -> Any:
@@ -211,18 +227,12 @@ else:
         local = e.b.sub(token, first)
         return e.b.select(e.b.icmp_unsigned("<", local, segment), local, e.u32(0xFFFFFFFF))
 
-    @macro(i32)
-    def take_ticket(e: Emitter, tickets: Any, index: Any) -> Any:
-        """Add 1 and give back what was there; orders this thread's memory accesses on both sides."""
-        address = e.b.gep(tickets, [e.i64(index)])
-        return e.asm("atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", I32, "=r,l,~{memory}", address, effect=True)
-
 
 def logit_macros(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
     """The macros over a thread's logits. `wide`: rows are 16-byte aligned, so that vectors are loaded whole.
 
     load(logits, base, first, thread, vocab) -> x: the logits at base + first + local index; -inf from `vocab` on
-    replace(x, i, value) -> x: with `value` for logit i
+    patched(x, thread, table, mask) -> x: what bit i of `mask` is set for, from the shared `table`, by local index
     owner_of(local), bit_of(local): the thread that holds the logit of a local index, and 1 << its i
     largest(x): the largest; NaN does not count      above(x, bound): bit i is set if logit i >= bound
     pick(x, i): logit i      exp_sum(x, top): the float32 sum of exp(x - top) for a finite top; NaN counts as nothing
@@ -239,6 +249,10 @@ def _simulated(threads: int, vectors: int) -> SimpleNamespace:
         tokens = [first + 4 * (i // 4 * threads + thread) + i % 4 for i in range(count)]
         return tuple(logits[base + token] if token < vocab else np.float32(-np.inf) for token in tokens)
 
+    def patched(x, thread, table, mask):
+        local = [4 * (i // 4 * threads + thread) + i % 4 for i in range(count)]
+        return tuple(float_of(table[local[i]]) if int(mask) >> i & 1 else v for i, v in enumerate(x))
+
     def exp_sum(x, top):
         return np.float32(sum(np.exp(v - top) for v in x if v > -np.inf))
 
@@ -247,7 +261,7 @@ def _simulated(threads: int, vectors: int) -> SimpleNamespace:
         exp_sum=exp_sum,
         owner_of=lambda local: local // 4 % threads,
         bit_of=lambda local: np.uint32(1 << (local // 4 // threads * 4 + local % 4)),
-        replace=lambda x, i, value: (*x[:i], value, *x[i + 1 :]),
+        patched=patched,
         largest=lambda x: max((v for v in x if not np.isnan(v)), default=np.float32(-np.inf)),
         above=lambda x, bound: sum(1 << i for i, v in enumerate(x) if v >= bound),
         pick=lambda x, i: x[i],
@@ -286,8 +300,17 @@ def _compiled(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
         return x
 
     @macro(tuple_type)
-    def replace(e: Emitter, x: Any, i: Any, value: Any) -> Any:
-        return [e.b.select(e.b.icmp_unsigned("==", i, e.u32(j)), value, v) for j, v in enumerate(x)]
+    def patched(e: Emitter, x: Any, thread: Any, table: Any, mask: Any) -> Any:
+        place = e.b.add(_shared_address(e, table), e.b.shl(thread, e.u32(4)))
+        out = []
+        for i, v in enumerate(x):
+            at = 16 * (i // 4 * threads) + 4 * (i % 4)
+            text = (
+                f"{{ .reg .pred p; .reg .b32 t; and.b32 t, $2, {1 << i}; setp.ne.u32 p, t, 0; "
+                f"mov.b32 $0, $3; @p ld.shared.f32 $0, [$1 + {at}]; }}"
+            )
+            out.append(e.asm(text, F32, "=f,r,r,f", place, mask, v, effect=True))
+        return out
 
     @macro(f32)
     def largest(e: Emitter, x: Any) -> Any:
@@ -328,7 +351,7 @@ def _compiled(threads: int, vectors: int, wide: bool) -> SimpleNamespace:
 
     return SimpleNamespace(
         load=load,
-        replace=replace,
+        patched=patched,
         exp_sum=exp_sum,
         largest=largest,
         above=above,

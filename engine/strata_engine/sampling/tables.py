@@ -1,7 +1,9 @@
 """The device buffers that the sampling kernels share: what each holds, and the shape of a launch.
 
-A row of `Requests` is one RECORD, with FIELDS in their order, which the host writes before a replay; nothing about a
-request is captured.
+A row of `Requests` is one RECORD, with FIELDS in their order, and where the entries of each of its blocks begin and the
+last one's end, blocks + 1 int32. The host writes them before a replay; nothing about a request is captured. An *entry*
+is a token of the row's penalty window: its index in its block's segment, and how often it came from bit COUNT_SHIFT on.
+The entries of all rows stand behind the last row.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from ..params import LOGPROBS_MAX, PENALTY_LAST_N_MAX, TOP_K_MAX
 CAPACITY = 256  # candidates that a block of threads may leave
 MAX_BLOCKS = 128  # blocks a row
 LISTS = 2  # candidate lists a row: by adjusted logits, by raw logits
-ENTRIES = 1 + LOGPROBS_MAX  # log-probabilities a row: the chosen token's, the alternatives'
-HEAD = 4  # int32 a row of Outcome.heads: token, tokens kept, alternatives, unused
+ENTRIES = 1 + LOGPROBS_MAX  # log-probabilities a place: the chosen token's, the alternatives'
+HEAD = 4  # int32 a place of Outcome.heads: token, tokens kept, alternatives, unused
 
 FIELDS = (
     ("temperature", "f8"),
     ("top_p", "f8"),
     ("seed", "u8"),
     ("index", "u8"),
+    ("place", "i4"),  # the row of Outcome that takes the choice
+    ("late", "i4"),  # 1 + the place in `chosen` of a token of the window that the host does not know yet; 0: none
     ("bias_ids", "u8"),  # device address; ids ascending
     ("bias_values", "u8"),  # device address
     ("min_p_log", "f4"),  # log(min_p), -inf where min_p is off
@@ -34,8 +38,6 @@ FIELDS = (
     ("keep", "i4"),  # candidates of list 0 to keep, at least: 1..64; 0: no such row
     ("k", "i4"),  # top_k
     ("alternatives", "i4"),  # log-probabilities beside the chosen token's; -1: none at all
-    ("window", "i4"),  # where the penalty window starts in `windows`: a multiple of 4; filled up to one with -1
-    ("length", "i4"),  # tokens in the penalty window
     ("biases", "i4"),
     ("lists", "i4"),  # 2 if the raw candidates are wanted and differ from the adjusted ones
 )
@@ -43,6 +45,7 @@ RECORD_BYTES = 128
 RECORD = np.dtype({"names": [n for n, _ in FIELDS], "formats": [f for _, f in FIELDS], "itemsize": RECORD_BYTES})
 PACKING = struct.Struct("<" + "".join({"f8": "d", "u8": "Q", "f4": "f", "i4": "i"}[f] for _, f in FIELDS))
 WORDS = RECORD.itemsize // 4  # 32
+COUNT_SHIFT = 16
 
 
 def word(field: str) -> int:
@@ -52,12 +55,13 @@ def word(field: str) -> int:
 
 
 class Requests(NamedTuple):
-    """The rows' parameters: RECORD [rows] under three types, and the penalty windows end to end, int32."""
+    """The rows' parameters under three types, and the last step's tokens."""
 
     reals: Any  # float64*
     floats: Any  # float32*
     ints: Any  # int32*
-    windows: Any  # int32*
+    stride: Any  # words from a row to the next
+    chosen: Any  # int32* [rows]: the tokens of the step before, which this step's replace
 
 
 class Scratch(NamedTuple):
@@ -66,16 +70,14 @@ class Scratch(NamedTuple):
     candidates: Any  # uint64* [rows, LISTS, blocks, CAPACITY]: ordered logit in the upper half, 2^32 - 1 - id below
     counts: Any  # int32* [rows, LISTS, blocks]
     partials: Any  # float32* [rows, blocks, 2]: the largest raw logit, the sum of exp(logit - largest)
-    tickets: Any  # int32* [rows]: arg_max's blocks that are done; 0 before and after a launch
 
 
 class Outcome(NamedTuple):
-    """The choices."""
+    """The choices, where the host reads them."""
 
-    tokens: Any  # int32* [rows], for kernels that go on from here
-    heads: Any  # int32* [rows, HEAD]
-    ids: Any  # int32* [rows, LOGPROBS_MAX]: the alternatives, best first
-    logprobs: Any  # float64* [rows, ENTRIES]: of the chosen token, of the alternatives
+    heads: Any  # int32* [places, HEAD]
+    ids: Any  # int32* [places, LOGPROBS_MAX]: the alternatives, best first
+    logprobs: Any  # float64* [places, ENTRIES]: of the chosen token, of the alternatives
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,10 @@ class Shape:
     def blocks(self, vocab: int) -> int:
         return -(-vocab // self.segment)
 
+    def stride(self, vocab: int) -> int:
+        """Words of a row of `Requests`."""
+        return WORDS + -(-(self.blocks(vocab) + 1) // 4) * 4
+
     @property
     def merging(self) -> Shape:
         """The same segments with twice the threads: what the merge stage runs with."""
@@ -104,5 +110,5 @@ class Shape:
         return f"{self.threads}_{self.vectors}_{'wide' if self.wide else 'narrow'}"
 
 
-WINDOW_WORDS = PENALTY_LAST_N_MAX  # room a row of `windows`
+WINDOW_WORDS = PENALTY_LAST_N_MAX  # most entries a row
 KEEP_MAX = TOP_K_MAX
