@@ -210,7 +210,7 @@ def select_wide(row, full, tail, key_of_tail, width, out, pool, ws):
     _emit(row, full, tail, threshold, np.int32(width - above), width, out, ws)
 
 
-@kernel
+@kernel(2)
 def wide(scores, records, active, ids):
     """Block top-k, a query a block of threads. Grid [queries], block [THREADS]. Twin: `reference.select_rows`.
 
