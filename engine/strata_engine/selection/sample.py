@@ -56,6 +56,7 @@ LOG_RUN = 2  # 4 loads of 4 scores stand side by side in the sample: 64 bytes, a
 SAMPLE_LOADS = 4  # at most, a thread
 SPARE = 4 if SIMULATED else 16  # samples over the expected number, so that too few passing is rare
 LOOSE = max(WARPS // 4, 1)  # of the warps' bounds the one that lists a third too many samples, and rarely too few
+MOST_LISTED = THREADS // 2  # samples that are ranked; scattered scores list 100 at most, sorted ones 250
 QUADS = np.int32(THREADS // 4)
 SPLITS = 4 if SIMULATED else 16  # blocks of threads a query of a window
 AT_ONCE = 4  # candidates of a split that a lane fetches before it knows how many there are
@@ -109,7 +110,7 @@ def _score_of(key):
 
 @cuda.jit(device=True)
 def _sampled(j, log):
-    """The load of the row that is the thread's j-th of the sample: runs of 4, one of every 2^log, dealt to the warps."""
+    """The load of the row that is the thread's j-th of the sample: runs of 4, one of 2^log, dealt to the warps."""
     thread = cuda.threadIdx.x
     run = np.int32((8 * j + ((thread & 31) >> 2)) * WARPS + (thread >> 5))
     return np.int32((run << LOG_RUN + log) + (thread & 3))
@@ -134,11 +135,11 @@ def _load_sample(row, loads, log):
 
 @cuda.jit(device=True)
 def _list_samples(row, log, hits, pool, ws):
-    """List the keys of the samples marked in `hits` in `pool`, as long as it has room for one a thread."""
+    """List the keys of the samples marked in `hits` in `pool`, up to MOST_LISTED of them."""
     if hits == 0:
         return
     place = np.int32(cuda.atomic.add(ws, LISTED, u(cuda.popc(hits))))
-    while hits != 0 and place < THREADS:
+    while hits != 0 and place < MOST_LISTED:
         bit = np.int32(cuda.ffs(hits) - 1)
         hits = u(hits & (hits - u(1)))
         pool[u(place)] = key_of(row[u(BLOCK * _sampled(bit >> 2, log) + (bit & 3))])
@@ -154,7 +155,7 @@ def _rank_samples(wanted, log, pool, ws):
     """
     thread = cuda.threadIdx.x
     listed = np.int32(ws[LISTED])
-    if listed > THREADS:
+    if listed > MOST_LISTED:
         return
     wanted = np.int32(min(wanted, listed))
     done = np.int32(0)
@@ -202,10 +203,13 @@ def _lower_bound(row, loads, width, log, a, b, c, d, pool, ws):
     if not few:
         lane = np.int32(thread & 31)
         mine = ws[u(lane & (WARPS - 1))]
-        lower = np.int32(0)
+        lower, same = np.int32(0), np.int32(0)
         for w in range(WARPS):
             other = ws[u(w)]
             lower = np.int32(lower + (1 if other < mine or (other == mine and w < lane) else 0))
+            same = np.int32(same + (1 if other == mine else 0))
+        if same == WARPS:  # so many scores are equal that the blocks that reach them will not fit
+            return u(0)
         bound = _score_of(warp_pick(lower == LOOSE - 1 and lane < WARPS, mine))
     _list_samples(row, log, u(_hits4(a, b, c, d, bound)), pool, ws)
     cuda.syncthreads()
