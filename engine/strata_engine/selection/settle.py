@@ -173,15 +173,15 @@ def _slot_of(e, shift, fill, pool, hist):
     """
     mark = pool[u(e)]
     block = u(mark & u(0x7FFFFFFF))
-    packed = np.int32(hist[u(block >> shift)])
-    above, ties = np.int32(packed & 65535), np.int32(packed >> 16)
-    i = np.int32(above + ties)
-    while i < np.int32(hist[u((block >> shift) + u(THREADS))]):
+    before = np.int32(hist[u(block >> shift)])
+    end = np.int32(hist[u((block >> shift) + u(THREADS))])
+    i = np.int32((before & 65535) + (before >> 16))
+    while i < end:
         other = pool[u(i)]
         if u(other & u(0x7FFFFFFF)) < block:
-            above = np.int32(above + np.int32(other < u(TIE)))
-            ties = np.int32(ties + np.int32(other >= u(TIE)))
-        i = onward(i, ONE)
+            before = np.int32(before + (1 if other < u(TIE) else 65536))
+        i = np.int32(i + 1)
+    above, ties = np.int32(before & 65535), np.int32(before >> 16)
     cells = np.int32(min(BLOCK, max(fill - BLOCK * ties, 0)) if mark >= u(TIE) else BLOCK)
     return np.int32(BLOCK * above + min(BLOCK * ties, fill)), np.int32(8 * np.int32(block) + cells)
 
