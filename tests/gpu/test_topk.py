@@ -110,6 +110,13 @@ def test_normal_scores_are_decided_in_one_read(kernel):
     assert not assert_same(table, reference.step_records([399999] * 8), kernel).any()
 
 
+@pytest.mark.parametrize("kind", ["ascending", "descending"])
+@pytest.mark.parametrize("kernel", ["sample", "window"])
+def test_scores_that_are_all_high_in_one_place_are_decided_in_one_read(kernel, kind):
+    table = table_of(kind, 8, 400000)
+    assert not assert_same(table, reference.step_records([399999] * 8), kernel).any()
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_graph_replays_over_other_contexts(kernel):
     core = pytest.importorskip("cuda.core")

@@ -39,7 +39,7 @@ def test_rows_too_long_to_sample_run_wide():
 
 
 @pytest.mark.parametrize("queries", [1, 8, 9, 256])
-@pytest.mark.parametrize(("blocks", "kernel"), [(4096, "sample"), (4097, "wide"), (32767, "wide"), (32768, "sample")])
+@pytest.mark.parametrize(("blocks", "kernel"), [(4096, "sample"), (4097, "wide"), (8191, "wide"), (8192, "sample")])
 def test_where_the_bound_is_loose_wide_runs(queries, blocks, kernel):
     assert dispatch.choose(queries, blocks, LONG) == kernel
 

@@ -23,9 +23,9 @@ WARPS = THREADS // 32
 ALL_LANES = 0xFFFFFFFF
 
 
-def kernel(function: Callable[..., None]) -> Any:
-    """Jit a kernel of THREADS threads a block, two blocks of which fit on a multiprocessor."""
-    return cuda.jit(function) if SIMULATED else cuda.jit(launch_bounds=(THREADS, 2))(function)
+def kernel(blocks: int) -> Callable[[Callable[..., None]], Any]:
+    """Jit a kernel of THREADS threads a block, of which `blocks` blocks fit on a multiprocessor."""
+    return cuda.jit if SIMULATED else cuda.jit(launch_bounds=(THREADS, blocks))
 
 
 def compile_ptx(kernel: Any, signature: tuple[Any, ...], cc: tuple[int, int]) -> str:
@@ -87,9 +87,19 @@ if SIMULATED:
         return sum(warp[: cuda.threadIdx.x % 32]), sum(warp)
 
     @cuda.jit(device=True)
-    def warp_min(value):
+    def warp_get(value, lane):
+        return np.int32(_gather(value)[cuda.threadIdx.x // 32 * 32 + lane])
+
+    @cuda.jit(device=True)
+    def warp_pick(found, value):
+        values, marks = _gather(value), _gather(found)
         first = cuda.threadIdx.x // 32 * 32
-        return np.uint32(min(_gather(value)[first : first + 32]))
+        return np.uint32(next((values[i] for i in range(first, first + 32) if marks[i]), 0))
+
+    @cuda.jit(device=True)
+    def quad_sum(value):
+        first = cuda.threadIdx.x // 4 * 4
+        return np.int32(sum(_gather(value)[first : first + 4]))
 
     @cuda.jit(device=True)
     def warp_kth_largest(value, k):
@@ -99,6 +109,7 @@ if SIMULATED:
 else:
     from llvmlite import ir
     from numba import types
+    from numba.cuda import dispatcher
     from numba.cuda.extending import intrinsic
 
     F32, U32 = ir.FloatType(), ir.IntType(32)
@@ -177,14 +188,26 @@ else:
     float_bits = _bitcast(types.float32, types.uint32, U32)
     bits_float = _bitcast(types.uint32, types.float32, F32)
 
-    @cuda.jit(device=True)
-    def _warp_sum(value):
-        """The sum of an int32 over the warp, in every lane."""
-        step = 16
-        while step > 0:
-            value = np.int32(value + cuda.shfl_xor_sync(ALL_LANES, value, step))
-            step //= 2
-        return value
+    def _warp_reduce(operation: str) -> Callable[..., Any]:
+        """A device function that reduces an int32 over the warp to every lane: one instruction from sm_80 on."""
+        one = f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;"
+        steps = (
+            f"shfl.sync.bfly.b32 t, $0, {step}, 31, 0xffffffff; {operation}.s32 $0, $0, t;" for step in (16, 8, 4, 2, 1)
+        )
+        many = "{ .reg .s32 t; mov.s32 $0, $1; " + " ".join(steps) + " }"
+
+        def reduce(typingctx, value):
+            def codegen(context, builder, sig, args):
+                recent = dispatcher.get_current_device().compute_capability >= (8, 0)
+                constraints = "=r,r" if recent else "=&r,r"
+                asm = ir.InlineAsm(ir.FunctionType(U32, [U32]), one if recent else many, constraints, side_effect=True)
+                return builder.call(asm, args, attrs=("convergent",))
+
+            return types.int32(types.int32), codegen
+
+        return intrinsic(reduce)
+
+    _warp_sum, _warp_max = _warp_reduce("add"), _warp_reduce("max")
 
     @cuda.jit(device=True)
     def sum_above(value, scratch):
@@ -224,15 +247,6 @@ else:
         return np.int32(total - value + _warp_sum(others))
 
     @cuda.jit(device=True)
-    def _warp_max(value):
-        """The largest int32 of the warp."""
-        step = 16
-        while step > 0:
-            value = max(value, cuda.shfl_xor_sync(ALL_LANES, value, step))
-            step //= 2
-        return value
-
-    @cuda.jit(device=True)
     def _signed(key):
         """uint32 -> int32 of the same order: shuffles move signed words."""
         return np.int32(key ^ np.uint32(0x80000000))
@@ -252,9 +266,21 @@ else:
         return np.int32(total - value), cuda.shfl_sync(ALL_LANES, total, 31)
 
     @cuda.jit(device=True)
-    def warp_min(value):
-        """The smallest uint32 of the warp, in every lane."""
-        return np.uint32(np.uint32(_warp_max(_signed(np.uint32(~value)))) ^ np.uint32(0x7FFFFFFF))
+    def warp_get(value, lane):
+        """The int32 that a lane of the warp passes; all lanes call it together."""
+        return cuda.shfl_sync(ALL_LANES, value, lane)
+
+    @cuda.jit(device=True)
+    def warp_pick(found, value):
+        """The uint32 of the warp's lowest lane for which `found` is true."""
+        lowest = np.int32(cuda.ffs(cuda.ballot_sync(ALL_LANES, found)) - 1)
+        return np.uint32(cuda.shfl_sync(ALL_LANES, np.int32(value), lowest))
+
+    @cuda.jit(device=True)
+    def quad_sum(value):
+        """The sum of an int32 over the four lanes of a quad, in each of them."""
+        value = np.int32(value + cuda.shfl_xor_sync(ALL_LANES, value, 1))
+        return np.int32(value + cuda.shfl_xor_sync(ALL_LANES, value, 2))
 
     @cuda.jit(device=True)
     def warp_kth_largest(value, k):

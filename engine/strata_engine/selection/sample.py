@@ -14,23 +14,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from .bound import LOG_STRIDE, hits4, load, load_sample, lower_bound, sample_log, sampled, score_of
 from .dispatch import MAX_SAMPLED
-from .ptx import (
-    SIMULATED,
-    THREADS,
-    WARPS,
-    bits_float,
-    cuda,
-    kernel,
-    load4,
-    load_fresh,
-    onward,
-    prefetch,
-    warp_kth_largest,
-    warp_min,
-)
+from .ptx import SIMULATED, THREADS, WARPS, cuda, kernel, load_fresh, onward, prefetch, warp_get
 from .reference import BLOCK
-from .settle import HIST, settle
+from .settle import HIST, first_shift, settle, store, store_block
 from .steps import (
     CANDIDATES,
     COUNT,
@@ -50,184 +38,115 @@ from .steps import (
 )
 from .wide import select_wide
 
-LOG_STRIDE = 3 if SIMULATED else 5  # one score of 32 is in the sample
-LOG_RUN = 2  # 4 loads of 4 scores stand side by side in the sample: 64 bytes, as memory likes to be read
-LOG_WARPS = WARPS.bit_length() - 1
-SAMPLE_LOADS = 4  # at most, a thread
-SPARE = 4 if SIMULATED else 16  # samples over the expected number, so that too few passing is rare
 SPLITS = 4 if SIMULATED else 16  # blocks of threads a query of a window
+AT_ONCE = 4  # candidates of a split that a lane fetches before it knows how many there are
 
 
 @cuda.jit(device=True)
-def _load(row, load, loads):
-    """Load number `load` of a row, four scores; NaN, which reaches no bound, past the end."""
-    if load < loads:
-        return load4(row, u(BLOCK * load))
-    return np.float32(np.nan), np.float32(np.nan), np.float32(np.nan), np.float32(np.nan)
+def _load8(row, v, step, loads):
+    """Loads v, v + step, ... of a row, eight of them: all in flight together."""
+    a, b = load(row, v, loads), load(row, v + step, loads)
+    c, d = load(row, v + 2 * step, loads), load(row, v + 3 * step, loads)
+    e, f = load(row, v + 4 * step, loads), load(row, v + 5 * step, loads)
+    return a, b, c, d, e, f, load(row, v + 6 * step, loads), load(row, v + 7 * step, loads)
 
 
 @cuda.jit(device=True)
-def _hits(x, bound):
-    """Bit j is set where x[j] reaches the bound."""
-    low = np.int32(x[0] >= bound) | np.int32(x[1] >= bound) << 1
-    return u(low | np.int32(x[2] >= bound) << 2 | np.int32(x[3] >= bound) << 3)
+def _keep8(row, v, step, x, low, shift, tallied, keys, hist, ws):
+    """Append the blocks of the eight loads `x` that reach the bound to the candidates in `keys`.
 
-
-@cuda.jit(device=True)
-def _largest(x):
-    """The largest of four scores that is not NaN, or -inf."""
-    top = np.float32(-np.inf)
-    for j in range(4):
-        if x[j] > top:
-            top = x[j]
-    return top
-
-
-@cuda.jit(device=True)
-def _score_of(key):
-    """The score that has a key."""
-    return bits_float(key ^ u(0x80000000) if key >= u(0x80000000) else ~key)
-
-
-@cuda.jit(device=True)
-def _sampled(number, log):
-    """Which load of the row is number `number` of the sample: runs of 4, one of every 2^log."""
-    return np.int32((number >> LOG_RUN << LOG_RUN + log) + (number & 3))
-
-
-@cuda.jit(device=True)
-def _list_samples(row, log, loads, bound, a, b, c, d, pool, ws):
-    """List the keys of the samples that reach `bound` in `pool`, as long as it has room for one a thread."""
-    hits = u(_hits(a, bound) | _hits(b, bound) << u(4) | _hits(c, bound) << u(8) | _hits(d, bound) << u(12))
+    What reaches it is marked in one word and read again from L1. `tallied`: `store` them and count them in `hist`.
+    """
+    bound = score_of(low)
+    hits = u(hits4(x[0], x[1], x[2], x[3], bound) | hits4(x[4], x[5], x[6], x[7], bound) << u(16))
+    if hits == 0:
+        return
+    place = np.int32(cuda.atomic.add(ws, COUNT, u(cuda.popc(hits))))
     while hits != 0:
         bit = np.int32(cuda.ffs(hits) - 1)
         hits = u(hits & (hits - u(1)))
-        load = _sampled(cuda.threadIdx.x + (bit >> 2) * THREADS, log)
-        place = cuda.atomic.add(ws, LISTED, u(1))
-        if place < THREADS:
-            pool[place] = key_of(row[u(BLOCK * load + (bit & 3))])
+        _keep(row, np.int32(BLOCK * (v + (bit >> 2) * step) + (bit & 3)), place, low, shift, tallied, keys, hist)
+        place = np.int32(place + 1)
 
 
 @cuda.jit(device=True)
-def _rank_samples(wanted, log, pool, ws):
-    """`ws[RESULT]` gets the key of the `wanted`-th largest listed sample, `ws[TOP]` that of an eighth of it.
-
-    `ws[RESULT]` stays 0 where so many samples reach that key that the blocks that do will not fit.
-    """
-    thread = cuda.threadIdx.x
-    listed = np.int32(ws[LISTED])
-    if thread < listed <= THREADS:
-        mine = pool[u(thread)]
-        above, same = np.int32(0), np.int32(0)
-        for i in range(listed):
-            above = np.int32(above + np.int32(pool[u(i)] > mine))
-            same = np.int32(same + np.int32(pool[u(i)] == mine))
-        if above < wanted <= above + same and above + same << log <= CANDIDATES:
-            ws[RESULT] = mine
-        if above < wanted // 8 <= above + same:
-            ws[TOP] = mine
+def _keep(row, block, place, low, shift, tallied, keys, hist):
+    """Make a block candidate number `place`: its key, and CANDIDATES further on its number."""
+    if tallied:
+        store_block(row, place, block, low, shift, keys, hist)
+    elif place < CANDIDATES:
+        keys[u(place)] = key_of(row[u(block)])
+        keys[u(place + CANDIDATES)] = block
 
 
 @cuda.jit(device=True)
-def _lower_bound(row, loads, width, first, step, pool, ws):
-    """A key that about twice the blocks needed and SPARE * 32 reach, from a sample; 0 if it cannot tell.
-
-    One of 32 runs of loads is sampled (fewer in rows past 131,072 blocks). The r-th largest lane maximum of a warp,
-    r * warps >= wanted, is reached by r samples there, so the lowest of all warps' is reached by `wanted` in all;
-    those few are ranked. Meanwhile the first loads (first, first + step, ...) travel to L2.
-    """
-    thread = cuda.threadIdx.x
-    log = np.int32(LOG_STRIDE)
-    while loads >> (LOG_RUN + log) << LOG_RUN > SAMPLE_LOADS * THREADS:
-        log = np.int32(log + 1)
-    samples = np.int32(loads >> (LOG_RUN + log) << LOG_RUN)
-    wanted = np.int32((2 * ((width + BLOCK - 1) // BLOCK) >> log) + SPARE)
-    end = _sampled(samples, log)  # the first load past the last run that is sampled
-    a = _load(row, _sampled(thread, log), end)
-    b = _load(row, _sampled(thread + THREADS, log), end)
-    c = _load(row, _sampled(thread + 2 * THREADS, log), end)
-    d = _load(row, _sampled(thread + 3 * THREADS, log), end)
-    line = np.int32(first - thread + thread * 8 // THREADS * step + thread * 8 % THREADS)
-    if line < loads:
-        prefetch(row, u(BLOCK * line))
-    if thread == 0:
-        ws[LISTED], ws[COUNT], ws[RESULT], ws[TOP] = 0, 0, 0, 0
-    log_warps = np.int32(LOG_WARPS)
-    while log_warps > 0 and 32 << log_warps > samples:
-        log_warps = np.int32(log_warps - 1)
-    rounds = np.int32((wanted + (1 << log_warps) - 1) >> log_warps)
-    bound = np.float32(-np.inf)
-    few = BLOCK * samples <= THREADS or rounds > 32  # all can be listed
-    if not few:
-        kth = warp_kth_largest(key_of(max(max(_largest(a), _largest(b)), max(_largest(c), _largest(d)))), rounds)
-        if thread & 31 == 0:
-            pool[u(thread >> 5)] = kth
-    cuda.syncthreads()
-    if not few:
-        lane = thread & 31
-        bound = _score_of(warp_min(pool[u(lane)] if lane < 1 << log_warps else u(0xFFFFFFFF)))
-        cuda.syncthreads()
-    _list_samples(row, log, loads, bound, a, b, c, d, pool, ws)
-    cuda.syncthreads()
-    _rank_samples(wanted, log, pool, ws)
-    cuda.syncthreads()
-    return ws[RESULT]
+def _keep_odd(row, full, first, low, shift, tallied, keys, hist, ws):
+    """Keep the blocks past the last whole load that reach the bound; `first`: the thread's number in the query."""
+    odd = np.int32((full & ~3) + first)
+    if odd < full and row[u(odd)] >= score_of(low):
+        _keep(row, odd, np.int32(cuda.atomic.add(ws, COUNT, u(1))), low, shift, tallied, keys, hist)
 
 
 @cuda.jit(device=True)
-def _keep(row, block, pool, ws):
-    """Append a block to the candidates: its key, and CANDIDATES further on its number."""
-    place = cuda.atomic.add(ws, COUNT, u(1))
-    if place < CANDIDATES:
-        pool[place] = key_of(row[u(block)])
-        pool[place + u(CANDIDATES)] = block
+def _scan(row, full, v, step, low, shift, tallied, keys, hist, ws):
+    """Keep the candidates among loads v, v + step, ... of the row; a barrier must follow.
 
-
-@cuda.jit(device=True)
-def _collect(row, full, width, first, step, pool, ws):
-    """Keep the candidates among loads first, first + step, ...; returns the bound's key, 0 if there is none.
-
-    Eight loads a thread are in flight; what reaches the bound in them is marked in one word and read again from L1.
-    `ws[COUNT]` is the number of candidates, past CANDIDATES if they did not fit; a barrier must follow.
+    `ws[COUNT]` is the number of candidates, past CANDIDATES if they did not fit.
     """
     loads = np.int32(full >> 2)
-    low = _lower_bound(row, loads, width, first, step, pool, ws)
-    if low == 0:
-        return low
-    bound = _score_of(low)
-    v = np.int32(first)
     while v < loads and ws[COUNT] <= CANDIDATES:
-        a, b = _load(row, v, loads), _load(row, v + step, loads)
-        c, d = _load(row, v + 2 * step, loads), _load(row, v + 3 * step, loads)
-        e, f = _load(row, v + 4 * step, loads), _load(row, v + 5 * step, loads)
-        g, h = _load(row, v + 6 * step, loads), _load(row, v + 7 * step, loads)
-        hits = _hits(a, bound) | _hits(b, bound) << u(4) | _hits(c, bound) << u(8) | _hits(d, bound) << u(12)
-        more = _hits(e, bound) | _hits(f, bound) << u(4) | _hits(g, bound) << u(8) | _hits(h, bound) << u(12)
-        hits = u(hits | more << u(16))
-        while hits != 0:
-            bit = np.int32(cuda.ffs(hits) - 1)
-            hits = u(hits & (hits - u(1)))
-            _keep(row, np.int32(BLOCK * (v + (bit >> 2) * step) + (bit & 3)), pool, ws)
+        _keep8(row, v, step, _load8(row, v, step, loads), low, shift, tallied, keys, hist, ws)
         v = np.int32(v + 8 * step)
-    odd = np.int32(BLOCK * loads + first)
-    if odd < full and row[u(odd)] >= bound:
-        _keep(row, odd, pool, ws)
+
+
+@cuda.jit(device=True)
+def _prefetch8(row, split, step, loads):
+    """Start bringing a block's first eight rounds of loads to L2, a line of 128 bytes a thread."""
+    thread = cuda.threadIdx.x
+    line = np.int32(split * STEP + thread * 8 // THREADS * step + thread * 8 % THREADS)
+    if line < loads:
+        prefetch(row, u(BLOCK * line))
+
+
+@cuda.jit(device=True)
+def _clear(hist, ws):
+    """Set the counters to 0; a barrier must follow."""
+    thread = cuda.threadIdx.x
+    hist[u(thread)] = 0
+    hist[u(thread + THREADS)] = 0
+    if thread == 0:
+        ws[LISTED], ws[COUNT], ws[RESULT], ws[TOP] = 0, 0, 0, 0
+
+
+@cuda.jit(device=True)
+def _collect(row, full, width, pool, hist, ws):
+    """Keep a long row's candidates in `pool`; returns the bound's key, 0 if there is none. A barrier must follow."""
+    loads = np.int32(full >> 2)
+    log = sample_log(loads)
+    a, b, c, d = load_sample(row, loads, log)
+    _prefetch8(row, np.int32(0), STEP, loads)  # while the bound is sought
+    low = lower_bound(row, loads, width, log, a, b, c, d, pool, ws)
+    if low != 0:
+        first, shift = np.int32(cuda.threadIdx.x), first_shift(low, ws)
+        _keep_odd(row, full, first, low, shift, True, pool, hist, ws)
+        _scan(row, full, first, STEP, low, shift, True, pool, hist, ws)
     return low
 
 
 @cuda.jit(device=True)
-def _keep_all(row, full, pool, ws):
-    """Every block of a short row is a candidate; a barrier must follow."""
-    block = cuda.threadIdx.x
-    while block < full:
-        pool[u(block)] = key_of(row[u(block)])
-        pool[u(block + CANDIDATES)] = block
-        block = onward(block, STEP)
+def _keep_all(row, full, pool, hist, ws):
+    """Every block of a short row is a candidate; starts with a barrier, and one must follow."""
     if cuda.threadIdx.x == 0:
         ws[COUNT], ws[TOP] = full, 0xFFFFFFFF
+    cuda.syncthreads()
+    shift = first_shift(u(0), ws)
+    block = cuda.threadIdx.x
+    while block < full:
+        store_block(row, block, block, u(0), shift, pool, hist)
+        block = onward(block, STEP)
 
 
-@kernel
+@kernel(2)
 def sample(scores, records, active, ids, flags):
     """Block top-k with one read, a query a block of threads. Grid [queries], block [THREADS].
 
@@ -241,6 +160,7 @@ def sample(scores, records, active, ids, flags):
     query, thread = cuda.blockIdx.x, cuda.threadIdx.x
     row, out = scores[u(query)], ids[u(query)]
     cells, width = read_record(records, active, scores.shape[1], ids.shape[1], query)
+    _clear(hist, ws)
     if thread == 0:
         flags[u(query)] = 0
     if cells <= width:
@@ -253,9 +173,9 @@ def sample(scores, records, active, ids, flags):
         prefetch(row, u(full))
     low = u(0)
     if full <= CANDIDATES:
-        _keep_all(row, full, pool, ws)
+        _keep_all(row, full, pool, hist, ws)
     elif full <= MAX_SAMPLED:
-        low = _collect(row, full, width, thread, STEP, pool, ws)
+        low = _collect(row, full, width, pool, hist, ws)
     cuda.syncthreads()
     if not settle(np.int32(ws[COUNT]), low, row, full, tail, width, out, pool, hist, ws):
         if thread == 0:
@@ -265,25 +185,48 @@ def sample(scores, records, active, ids, flags):
 
 
 @cuda.jit(device=True)
-def _publish(low, part, counts, done, pool, ws):
-    """Hand this block's candidates to the query's last block; True in that one.
+def _prefetch_window(row, split):
+    """Start bringing the sample and a split's loads to L2 before the record says how long the row is.
 
-    part: uint32 [2 * CANDIDATES] of global memory, laid out as in `pool`; counts: int32 [SPLITS] of the query;
-    done: int32 [1] of it.
+    That may bring scores past the last block, which nobody reads: waiting for the record costs more.
     """
     thread = cuda.threadIdx.x
-    count = np.int32(ws[COUNT]) if low != 0 else np.int32(CANDIDATES + 1)
-    if count <= CANDIDATES:
-        i = thread
-        while i < count:
-            part[u(i)] = pool[u(i)]
-            part[u(i + CANDIDATES)] = pool[u(i + CANDIDATES)]
-            i = onward(i, STEP)
-    if thread == 0:
-        counts[u(cuda.blockIdx.x)] = count
-    cuda.threadfence()
+    loads = np.int32(len(row) >> 2)
+    for j in range(2):
+        number = sampled(j, np.int32(LOG_STRIDE))
+        if thread & 3 == 0 and number < loads:
+            prefetch(row, u(BLOCK * number))
+    _prefetch8(row, split, np.int32(SPLITS * THREADS), loads)
+
+
+@cuda.jit(device=True)
+def _collect_split(row, full, width, split, part, hist, pool, ws):
+    """Keep a split's candidates in `part`, as `_collect` does in `pool`; the bound is the same in all splits."""
+    loads = np.int32(full >> 2)
+    step = np.int32(SPLITS * THREADS)
+    first = np.int32(split * STEP + cuda.threadIdx.x)
+    log = sample_log(loads)
+    a, b, c, d = load_sample(row, loads, log)
+    x = _load8(row, first, step, loads)
+    low = lower_bound(row, loads, width, log, a, b, c, d, pool, ws)
+    if low != 0:
+        _keep_odd(row, full, first, low, np.int32(0), False, part, hist, ws)
+        _keep8(row, first, step, x, low, np.int32(0), False, part, hist, ws)
+        _scan(row, full, np.int32(first + 8 * step), step, low, np.int32(0), False, part, hist, ws)
+    return low
+
+
+@cuda.jit(device=True)
+def _arrive(counts, done, ws):
+    """Hand this block's candidates to the query's last block; True in that one, with `ws[COUNT]` and `[LISTED]` 0.
+
+    counts: int32 [SPLITS] of the query; done: int32 [1] of it. The candidates are in global memory already.
+    """
     cuda.syncthreads()
-    if thread == 0:
+    if cuda.threadIdx.x == 0:
+        counts[u(cuda.blockIdx.x)] = np.int32(ws[COUNT])
+        ws[COUNT], ws[LISTED] = 0, 0
+        cuda.threadfence()
         arrived = cuda.atomic.add(done, 0, 1)
         if arrived == SPLITS - 1:
             done[0] = 0  # for the next replay
@@ -293,39 +236,62 @@ def _publish(low, part, counts, done, pool, ws):
 
 
 @cuda.jit(device=True)
-def _fetch(parts, counts, pool, ws):
-    """Bring all blocks' candidates into `pool`; returns their number, past CANDIDATES if they do not fit.
+def _fetch_rest(parts, low, shift, pool, hist, ws):
+    """Bring what splits hold past their first 32 * AT_ONCE candidates: neighbours score alike, and may be many.
 
-    parts: uint32 [SPLITS, 2 * CANDIDATES]; a warp copies every WARPS-th block's.
+    ws: the splits' counts, and SPLITS further on their places in `pool`. Ends in a barrier.
     """
-    thread = cuda.threadIdx.x
-    lane, warp = thread & 31, thread >> 5
-    if thread < SPLITS:
-        ws[u(thread)] = load_fresh(counts, u(thread))
+    s = np.int32(0)
+    while s < SPLITS:
+        count, place = np.int32(ws[u(s)]), np.int32(ws[u(s + SPLITS)])
+        i = np.int32(cuda.threadIdx.x + 32 * AT_ONCE)
+        while i < count:
+            key, block = load_fresh(parts[u(s)], u(i)), load_fresh(parts[u(s)], u(i + CANDIDATES))
+            store(place + i, key, block, low, shift, pool, hist)
+            i = onward(i, STEP)
+        s = onward(s, ONE)
     cuda.syncthreads()
-    total = np.int32(0)
-    for s in range(SPLITS):
-        total = np.int32(total + np.int32(ws[u(s)]))
-    if total <= CANDIDATES:
+
+
+@cuda.jit(device=True)
+def _fetch(parts, counts, low, shift, pool, hist, ws):
+    """Bring all splits' candidates into `pool`, in any order; ends in a barrier.
+
+    parts: uint32 [SPLITS, 2 * CANDIDATES]; a warp copies the first of every WARPS-th split's, AT_ONCE a lane, and
+    all warps those past them. `ws[COUNT]` and `[LISTED]` are 0 at the call; `ws[COUNT]` is the candidates' number
+    afterwards, past CANDIDATES if they do not fit.
+    """
+    lane = np.int32(cuda.threadIdx.x & 31)
+    s = np.int32(cuda.threadIdx.x >> 5)
+    for _ in range(SPLITS // WARPS):
+        part = parts[u(s)]
+        count = load_fresh(counts, u(s))
+        k0, b0 = load_fresh(part, u(lane)), load_fresh(part, u(lane + CANDIDATES))
+        k1, b1 = load_fresh(part, u(lane + 32)), load_fresh(part, u(lane + 32 + CANDIDATES))
+        k2, b2 = load_fresh(part, u(lane + 64)), load_fresh(part, u(lane + 64 + CANDIDATES))
+        k3, b3 = load_fresh(part, u(lane + 96)), load_fresh(part, u(lane + 96 + CANDIDATES))
         place = np.int32(0)
-        s = np.int32(0)
-        while s < SPLITS:
-            count = np.int32(ws[u(s)])
-            if s % WARPS == warp:
-                part = parts[u(s)]
-                i = lane
-                while i < count:
-                    key, block = load_fresh(part, u(i)), load_fresh(part, u(i + CANDIDATES))
-                    pool[u(place + i)] = key
-                    pool[u(place + i + CANDIDATES)] = block
-                    i = onward(i, np.int32(32))
-            place = np.int32(place + count)
-            s = onward(s, ONE)
+        if lane == 0:
+            place = np.int32(cuda.atomic.add(ws, COUNT, u(count)))
+            ws[u(s)], ws[u(s + SPLITS)] = count, place
+            if count > 32 * AT_ONCE:
+                ws[LISTED] = 1
+        place = np.int32(warp_get(place, np.int32(0)) + lane)
+        if lane < count:
+            store(place, k0, b0, low, shift, pool, hist)
+        if lane + 32 < count:
+            store(place + 32, k1, b1, low, shift, pool, hist)
+        if lane + 64 < count:
+            store(place + 64, k2, b2, low, shift, pool, hist)
+        if lane + 96 < count:
+            store(place + 96, k3, b3, low, shift, pool, hist)
+        s = np.int32(s + WARPS)
     cuda.syncthreads()
-    return np.int32(min(total, CANDIDATES + 1))
+    if ws[LISTED] != 0 and ws[COUNT] <= CANDIDATES:
+        _fetch_rest(parts, low, shift, pool, hist, ws)
 
 
-@kernel
+@kernel(1)
 def window(scores, records, active, ids, flags, parts, counts, done):
     """Block top-k of a few queries, each spread over SPLITS blocks of threads. Grid [SPLITS, queries].
 
@@ -337,14 +303,15 @@ def window(scores, records, active, ids, flags, parts, counts, done):
     pool = cuda.shared.array(POOL, np.uint32)
     hist = cuda.shared.array(HIST, np.uint32)
     ws = cuda.shared.array(WORKSPACE, np.uint32)
-    query, split, thread = cuda.blockIdx.y, cuda.blockIdx.x, cuda.threadIdx.x
-    first = np.int32(split * STEP + thread)
+    query, split, thread = cuda.blockIdx.y, np.int32(cuda.blockIdx.x), cuda.threadIdx.x
     row, out = scores[u(query)], ids[u(query)]
+    _prefetch_window(row, split)
     cells, width = read_record(records, active, scores.shape[1], ids.shape[1], query)
-    if first == 0:
+    _clear(hist, ws)
+    if split == 0 and thread == 0:
         flags[u(query)] = 0
     if cells <= width:
-        write_all_cells(out, cells, first, np.int32(SPLITS * THREADS))
+        write_all_cells(out, cells, np.int32(split * STEP + thread), np.int32(SPLITS * THREADS))
         return
     if width <= 0:
         return
@@ -352,20 +319,18 @@ def window(scores, records, active, ids, flags, parts, counts, done):
     if tail > 0:
         prefetch(row, u(full))
     low = u(0)
-    if full <= CANDIDATES:  # too short to share
-        if split > 0:
+    if CANDIDATES < full <= MAX_SAMPLED:
+        low = _collect_split(row, full, width, split, parts[u(query), u(split)], hist, pool, ws)
+    if low != 0:
+        if not _arrive(counts[u(query)], done[u(query)], ws):
             return
-        _keep_all(row, full, pool, ws)
+        _fetch(parts[u(query)], counts[u(query)], low, first_shift(low, ws), pool, hist, ws)
+    elif split > 0:  # too short to share, or without a bound: all splits find the same
+        return
+    elif full <= CANDIDATES:
+        _keep_all(row, full, pool, hist, ws)
         cuda.syncthreads()
-        count = np.int32(full)
-    else:
-        if full <= MAX_SAMPLED:
-            low = _collect(row, full, width, first, np.int32(SPLITS * THREADS), pool, ws)
-        cuda.syncthreads()
-        if not _publish(low, parts[u(query), u(split)], counts[u(query)], done[u(query)], pool, ws):
-            return
-        count = _fetch(parts[u(query)], counts[u(query)], pool, ws)
-    if not settle(count, low, row, full, tail, width, out, pool, hist, ws):
+    if not settle(np.int32(ws[COUNT]), low, row, full, tail, width, out, pool, hist, ws):
         if thread == 0:
             flags[u(query)] = 1
         cuda.syncthreads()

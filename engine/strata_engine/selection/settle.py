@@ -1,7 +1,8 @@
 """Settle a selection among candidates in shared memory: the threshold, the ties, the order of the ids.
 
 `pool` holds the candidates' keys, and CANDIDATES further on their block numbers. `hist` uint32 [HIST] and `ws` are
-work space of the block.
+work space of the block. Whoever stores the candidates counts their keys by bins in hist[0..THREADS) on the way, with
+`store`; hist[THREADS..) is 0 at the call.
 """
 
 # mypy: disable-error-code="arg-type, assignment"
@@ -10,23 +11,64 @@ from __future__ import annotations
 
 import numpy as np
 
-from .ptx import THREADS, cuda, onward, sum_below
+from .ptx import SIMULATED, THREADS, cuda, onward, sum_below, warp_get, warp_pick
 from .reference import BLOCK
-from .steps import CANDIDATES, GATHERED, LISTED, ONE, RESULT, STEP, TOP, find_bin, in_range, tail_key, u
+from .steps import CANDIDATES, GATHERED, ONE, STEP, TOP, find_bin, in_range, key_of, tail_key, u
 
 HIST_BITS = THREADS.bit_length() - 1  # key bits a step: a bin a thread
 LAST_BIN = np.int32((1 << HIST_BITS) - 1)
 HIST = 2 * THREADS
 MAX_WIDTH = 2 * CANDIDATES  # cells that are chosen among candidates: half of them
-FEW = np.int32(32)  # blocks that are ranked by comparing each with each
+FEW = np.int32(16 if SIMULATED else 32)  # blocks that are ranked by comparing each with each: a lane each
 NOTHING, TIE = 0xFFFFFFFF, 0x80000000  # marks in place of a block number, and on top of one
+
+
+@cuda.jit(device=True)
+def first_shift(low, ws):
+    """The key bits below those that the first step's bins tell apart: they reach from `low` to `ws[TOP]`."""
+    return np.int32(max(32 - np.int32(cuda.clz(u(max(ws[TOP], low) - low))) - HIST_BITS, 0))
+
+
+@cuda.jit(device=True)
+def _bin(key, start, shift):
+    """The bin of a key in the range; the last bin takes what lies past it."""
+    return np.int32(min((key - start) >> shift, np.uint64(LAST_BIN)))
+
+
+@cuda.jit(device=True)
+def store(place, key, block, low, shift, pool, hist):
+    """Make a block candidate number `place`, and count its key; past the room for candidates nothing happens."""
+    if place < CANDIDATES:
+        pool[u(place)] = key
+        pool[u(place + CANDIDATES)] = block
+        cuda.atomic.add(hist, u(_bin(key, low, u(shift))), u(1))
+
+
+@cuda.jit(device=True)
+def store_block(row, place, block, low, shift, pool, hist):
+    """`store` a block of the row."""
+    store(place, key_of(row[u(block)]), u(block), low, shift, pool, hist)
+
+
+@cuda.jit(device=True)
+def _count_bins(count, start, bits, shift, pool, hist):
+    """Count the candidates with keys in the range by bins; a barrier must follow."""
+    hist[u(cuda.threadIdx.x)] = 0
+    cuda.syncthreads()
+    i = cuda.threadIdx.x
+    while i < count:
+        key = pool[u(i)]
+        if in_range(key, start, bits):
+            cuda.atomic.add(hist, u(_bin(key, start, u(shift))), u(1))
+        i = onward(i, STEP)
 
 
 @cuda.jit(device=True)
 def _rank_few(count, start, bits, key_of_tail, tail, need, pool, hist, ws):
     """The threshold among at most FEW blocks with keys in the range: (threshold, cells of them above it).
 
-    `ws[GATHERED]` is 0 at the call; `hist` takes the keys and, FEW + 1 further on, the cells.
+    `ws[GATHERED]` is 0 at the call; `hist` takes the keys and, FEW + 1 further on, the cells. Every warp ranks them
+    for itself, a lane a block.
     """
     thread = cuda.threadIdx.x
     i = thread
@@ -43,54 +85,31 @@ def _rank_few(count, start, bits, key_of_tail, tail, need, pool, hist, ws):
         hist[place + u(FEW + 1)] = tail
     cuda.syncthreads()
     few = np.int32(ws[GATHERED])
-    if thread < few:
-        mine = hist[u(thread)]
-        above, same = np.int32(0), np.int32(0)
-        i = np.int32(0)
-        while i < few:
-            cells = np.int32(hist[u(i + FEW + 1)])
-            above = np.int32(above + (cells if hist[u(i)] > mine else 0))
-            same = np.int32(same + (cells if hist[u(i)] == mine else 0))
-            i = onward(i, ONE)
-        if above < need <= above + same:
-            ws[RESULT] = mine
-            ws[RESULT + 1] = above
-    cuda.syncthreads()
-    return ws[RESULT], np.int32(ws[RESULT + 1])
-
-
-@cuda.jit(device=True)
-def _bin(key, start, shift):
-    """The bin of a key in the range; the last bin takes what lies past it."""
-    return np.int32(min((key - start) >> shift, np.uint64(LAST_BIN)))
+    mine = hist[u(min(thread & 31, few - 1))]
+    above, same = np.int32(0), np.int32(0)
+    i = np.int32(0)
+    while i < few:
+        cells = np.int32(hist[u(i + FEW + 1)])
+        above = np.int32(above + (cells if hist[u(i)] > mine else 0))
+        same = np.int32(same + (cells if hist[u(i)] == mine else 0))
+        i = onward(i, ONE)
+    found = above < need <= above + same
+    return warp_pick(found, mine), np.int32(warp_pick(found, u(above)))
 
 
 @cuda.jit(device=True)
 def _threshold(count, low, tail, key_of_tail, width, pool, hist, ws):
-    """(threshold, cells above it) over `count` candidates with keys from `low` on, and the tail block.
-
-    The bins of the first step reach from `low` to `ws[TOP]`, and the last one on to the largest key.
-    """
-    thread = cuda.threadIdx.x
+    """(threshold, cells above it) over `count` candidates with keys from `low` on, and the tail block."""
     above = np.int32(0)
     start = low
     bits = np.int32(32)  # the range looked at is start <= key < start + 2^bits
-    shift = np.int32(max(32 - np.int32(cuda.clz(u(max(ws[TOP], low) - low))) - HIST_BITS, 0))
+    shift = first_shift(low, ws)
+    if cuda.threadIdx.x == 0:
+        ws[GATHERED] = 0
     while True:
-        hist[u(thread)] = 0
-        if thread == 0:
-            ws[GATHERED] = 0
-        cuda.syncthreads()
-        i = thread
-        while i < count:
-            key = pool[u(i)]
-            if in_range(key, start, bits):
-                cuda.atomic.add(hist, u(_bin(key, start, u(shift))), u(1))
-            i = onward(i, STEP)
         tail_bin = np.int32(-1)
         if tail > 0 and in_range(key_of_tail, start, bits):
             tail_bin = _bin(key_of_tail, start, u(shift))
-        cuda.syncthreads()
         b, higher, held = find_bin(hist, 1, np.int32(width - above), tail_bin, tail, ws)
         above = np.int32(above + higher)
         start = u(start + (u(b) << u(shift)))
@@ -99,6 +118,8 @@ def _threshold(count, low, tail, key_of_tail, width, pool, hist, ws):
         shift = np.int32(max(bits - HIST_BITS, 0))
         if bits == 0 or held <= BLOCK * FEW:
             break
+        _count_bins(count, start, bits, shift, pool, hist)
+        cuda.syncthreads()
     if bits == 0:
         return start, above
     need = np.int32(width - above)
@@ -107,28 +128,26 @@ def _threshold(count, low, tail, key_of_tail, width, pool, hist, ws):
 
 
 @cuda.jit(device=True)
-def _count_ranges(count, threshold, shift, pool, hist, ws):
-    """Sort the candidates into ranges of 2^shift blocks, one a thread; the counts of all selected.
+def _sort_ranges(count, threshold, shift, pool, hist, ws):
+    """Sort the selected candidates into ranges of 2^shift blocks, one a thread; the counts of all of them.
 
     Counts of both sorts of blocks travel in one word: above the threshold, and 65,536 times those at it. In `pool`
     the selected blocks, those at the threshold marked TIE, stand range by range; hist[range] is the count before the
-    range, hist[THREADS + range] the place where it ends.
+    range, hist[THREADS + range] the place where it ends. Ends in a barrier.
     """
     thread = cuda.threadIdx.x
-    hist[u(thread)] = 0
-    cuda.syncthreads()
     i = thread
     while i < count:
         key, mark = pool[u(i)], u(NOTHING)
         if key >= threshold:
             mark = pool[u(i + CANDIDATES)]
             tie = key == threshold
-            cuda.atomic.add(hist, u(mark >> shift), u(65536 if tie else 1))
+            cuda.atomic.add(hist, u((mark >> shift) + u(THREADS)), u(65536 if tie else 1))
             mark = u(mark | (u(TIE) if tie else u(0)))
         pool[u(i + CANDIDATES)] = mark
         i = onward(i, STEP)
     cuda.syncthreads()
-    held = np.int32(hist[u(thread)])
+    held = np.int32(hist[u(thread + THREADS)])
     before = np.int32(sum_below(held, ws))
     hist[u(thread)] = before
     hist[u(thread + THREADS)] = (before & 65535) + (before >> 16)
@@ -147,40 +166,47 @@ def _count_ranges(count, threshold, shift, pool, hist, ws):
 
 
 @cuda.jit(device=True)
-def _order(count, threshold, full, fill, pool, hist, ws):
-    """List the selected full blocks, ascending, from pool[CANDIDATES] on; (cells they give, first slot after a cut).
+def _slot_of(e, shift, fill, pool, hist):
+    """Of selected block `e`: (its first slot, 8 times its number plus the cells that it gives).
 
-    Blocks at the threshold count until they hold `fill` cells; the last of them may be cut. A counting sort by
-    ranges, then each block is compared with the others of its range.
+    It is compared with the others of its range. Blocks at the threshold give cells until they have given `fill`.
+    """
+    mark = pool[u(e)]
+    block = u(mark & u(0x7FFFFFFF))
+    before = np.int32(hist[u(block >> shift)])
+    end = np.int32(hist[u((block >> shift) + u(THREADS))])
+    i = np.int32((before & 65535) + (before >> 16))
+    while i < end:
+        other = pool[u(i)]
+        if u(other & u(0x7FFFFFFF)) < block:
+            before = np.int32(before + (1 if other < u(TIE) else 65536))
+        i = np.int32(i + 1)
+    above, ties = np.int32(before & 65535), np.int32(before >> 16)
+    cells = np.int32(min(BLOCK, max(fill - BLOCK * ties, 0)) if mark >= u(TIE) else BLOCK)
+    return np.int32(BLOCK * above + min(BLOCK * ties, fill)), np.int32(8 * np.int32(block) + cells)
+
+
+@cuda.jit(device=True)
+def _emit(total, shift, fill, out, pool, hist):
+    """Write the ids of the selected full blocks; a quad of lanes writes a block, so that a warp's ids stand together.
+
+    total: their counts, packed.
     """
     thread = cuda.threadIdx.x
-    shift = u(0)
-    while (full - 1) >> shift >= THREADS:
-        shift = u(shift + u(1))
-    if thread == 0:
-        ws[LISTED] = 0x7FFFFFFF
-    total = _count_ranges(count, threshold, shift, pool, hist, ws)
-    needed = np.int32((fill + BLOCK - 1) // BLOCK)
-    e = thread
-    while e < np.int32((total & 65535) + (total >> 16)):
-        mark = pool[u(e)]
-        block = u(mark & u(0x7FFFFFFF))
-        packed = np.int32(hist[u(block >> shift)])
-        above, ties = np.int32(packed & 65535), np.int32(packed >> 16)
-        i = np.int32(above + ties)
-        while i < np.int32(hist[u((block >> shift) + u(THREADS))]):
-            other = pool[u(i)]
-            if u(other & u(0x7FFFFFFF)) < block:
-                above = np.int32(above + np.int32(other < u(TIE)))
-                ties = np.int32(ties + np.int32(other >= u(TIE)))
-            i = onward(i, ONE)
-        if mark < u(TIE) or ties < needed:
-            pool[u(above + min(ties, needed) + CANDIDATES)] = block
-            if mark >= u(TIE) and ties == needed - 1:
-                ws[LISTED] = BLOCK * above + fill
-        e = onward(e, STEP)
-    cuda.syncthreads()
-    return np.int32(BLOCK * (total & 65535) + min(BLOCK * (total >> 16), fill)), np.int32(ws[LISTED])
+    lane = thread & 31
+    blocks = np.int32((total & 65535) + (total >> 16))
+    done = np.int32(0)
+    ahead = np.int32(0 if SIMULATED else thread - lane)  # a warp stops where the blocks do
+    while done + ahead < blocks:
+        slot, block = np.int32(0), np.int32(0)
+        if done + thread < blocks:
+            slot, block = _slot_of(done + thread, shift, fill, pool, hist)
+        for j in range(BLOCK):
+            source = np.int32(8 * j + (lane >> 2))
+            its_slot, its_block = warp_get(slot, source), warp_get(block, source)
+            if lane & 3 < its_block & 7:
+                out[u(its_slot + (lane & 3))] = BLOCK * (its_block >> 3) + (lane & 3)
+        done = onward(done, STEP)
 
 
 @cuda.jit(device=True)
@@ -202,14 +228,12 @@ def settle(count, low, row, full, tail, width, out, pool, hist, ws):
         return False
     threshold, above = _threshold(count, low, counted, key_of_tail, width, pool, hist, ws)
     fill = np.int32(width - above)
-    listed, cut = _order(count, threshold, full, fill, pool, hist, ws)
-    skipped = np.int32(-fill & (BLOCK - 1))  # cells that a cut block does not give
-    slot = cuda.threadIdx.x
-    while slot < width:
-        cell = np.int32(BLOCK * full + slot - listed)
-        if slot < listed:
-            place = np.int32(slot + skipped if slot >= cut else slot)
-            cell = np.int32(BLOCK * pool[u((place >> 2) + CANDIDATES)] + (place & 3))
-        out[u(slot)] = cell
-        slot = onward(slot, STEP)
+    shift = u(0)
+    while (full - 1) >> shift >= THREADS:
+        shift = u(shift + u(1))
+    total = _sort_ranges(count, threshold, shift, pool, hist, ws)
+    _emit(total, shift, fill, out, pool, hist)
+    listed = np.int32(BLOCK * (total & 65535) + min(BLOCK * (total >> 16), fill))
+    if listed + cuda.threadIdx.x < width:  # the rest are of the tail block
+        out[u(listed + cuda.threadIdx.x)] = BLOCK * full + cuda.threadIdx.x
     return True

@@ -13,6 +13,7 @@ import numpy as np
 from .ptx import THREADS, WARPS, cuda, kernel, load4, onward, warp_scan
 from .reference import BLOCK
 from .steps import (
+    ONE,
     POOL,
     STEP,
     WIDE_BITS,
@@ -120,35 +121,42 @@ def _load(row, v, loads):
 
 
 @cuda.jit(device=True)
-def _put(out, block, x, threshold, fill, above, ties):
-    """Write a block's cells if it is selected; (above, ties) count the blocks before it, and with it afterwards."""
-    key = key_of(x)
-    if key > threshold:
-        slot = np.int32(BLOCK * above + min(BLOCK * ties, fill))
-        for cell in range(BLOCK):
-            out[u(slot + cell)] = BLOCK * block + cell
-        above = np.int32(above + 1)
-    elif key == threshold:
-        slot = np.int32(BLOCK * above + BLOCK * ties)
-        for cell in range(min(BLOCK, fill - BLOCK * ties)):
-            out[u(slot + cell)] = BLOCK * block + cell
-        ties = np.int32(ties + 1)
-    return above, ties
+def _marks(x, v, loads, threshold):
+    """Bit j is set where block j of load v is above the threshold, bit 4 + j where it is at it; 0 past the end."""
+    marks = u(0)
+    if v < loads:
+        for j in range(4):
+            key = key_of(x[j])
+            marks = u(marks | (u(1 << j) if key > threshold else u(0)) | (u(16 << j) if key == threshold else u(0)))
+    return marks
+
+
+@cuda.jit(device=True)
+def _write(out, slot, first, count):
+    """Ids first, first + 1, ... to slots slot, slot + 1, ...; at most a block of them."""
+    for cell in range(BLOCK):
+        if cell < count:
+            out[u(slot + cell)] = first + cell
 
 
 @cuda.jit(device=True)
 def _put4(out, x, v, loads, threshold, fill, above, ties):
-    """`_put` for the four blocks of each lane's load; (above, ties) count the warp's blocks before and after."""
-    found = _classify4(x, v, loads, threshold)
+    """Write the selected ones of the four blocks of each lane's load; the warp's blocks so far: (above, ties).
+
+    Takes the counts before them and gives the counts after them. Few lanes write, so their code is one small loop.
+    """
+    marks = _marks(x, v, loads, threshold)
     if BLOCK * ties >= fill:
-        found = np.int32(found & 65535)  # no tie is taken from here on
-    before, total = warp_scan(found)
-    if found != 0:
-        a, t = np.int32(above + (before & 65535)), np.int32(ties + (before >> 16))
-        a, t = _put(out, np.int32(4 * v), x[0], threshold, fill, a, t)
-        a, t = _put(out, np.int32(4 * v + 1), x[1], threshold, fill, a, t)
-        a, t = _put(out, np.int32(4 * v + 2), x[2], threshold, fill, a, t)
-        _put(out, np.int32(4 * v + 3), x[3], threshold, fill, a, t)
+        marks = u(marks & u(15))  # no tie is taken from here on
+    before, total = warp_scan(np.int32(cuda.popc(u(marks & u(15))) + (cuda.popc(u(marks >> u(4))) << 16)))
+    a, t = np.int32(above + (before & 65535)), np.int32(ties + (before >> 16))
+    while marks != 0:
+        j = np.int32(cuda.ffs(u((marks | marks >> u(4)) & u(15))) - 1)
+        tie = np.int32(marks >> u(j + 4) & u(1))
+        cells = np.int32(fill - BLOCK * t if tie != 0 else BLOCK)
+        _write(out, np.int32(BLOCK * a + min(BLOCK * t, fill)), np.int32(BLOCK * (4 * v + j)), cells)
+        a, t = np.int32(a + 1 - tie), np.int32(t + tie)
+        marks = u(marks & ~u(u(17) << u(j)))
     return np.int32(above + (total & 65535)), np.int32(ties + (total >> 16))
 
 
@@ -196,11 +204,19 @@ def _emit(row, full, tail, threshold, fill, width, out, ws):
         above, ties = _put4(out, d, v + 96, loads, threshold, fill, above, ties)
         j = onward(j, UNROLLED)
     if cuda.threadIdx.x == THREADS - 32:  # the last warp has counted every full block but the odd ones at the end
-        for block in range(4 * loads, full):
-            above, ties = _put(out, np.int32(block), row[u(block)], threshold, fill, above, ties)
+        block = np.int32(4 * loads)
+        while block < full:
+            key = key_of(row[u(block)])
+            slot = np.int32(BLOCK * above + min(BLOCK * ties, fill))
+            if key > threshold:
+                _write(out, slot, np.int32(BLOCK * block), BLOCK)
+                above = np.int32(above + 1)
+            elif key == threshold:
+                _write(out, slot, np.int32(BLOCK * block), np.int32(fill - BLOCK * ties))
+                ties = np.int32(ties + 1)
+            block = onward(block, ONE)
         slot = np.int32(BLOCK * above + min(BLOCK * ties, fill))
-        for cell in range(min(tail, width - slot)):
-            out[u(slot + cell)] = BLOCK * full + cell
+        _write(out, slot, np.int32(BLOCK * full), np.int32(min(tail, width - slot)))
 
 
 @cuda.jit(device=True)
@@ -210,7 +226,7 @@ def select_wide(row, full, tail, key_of_tail, width, out, pool, ws):
     _emit(row, full, tail, threshold, np.int32(width - above), width, out, ws)
 
 
-@kernel
+@kernel(2)
 def wide(scores, records, active, ids):
     """Block top-k, a query a block of threads. Grid [queries], block [THREADS]. Twin: `reference.select_rows`.
 
