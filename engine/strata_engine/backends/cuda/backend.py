@@ -28,7 +28,7 @@ from .device import Device, DeviceError, Graph, build_missing
 from .forward import Forward, Layer, Sizes, page_table
 from .inputs import BUCKETS, MAX_ROWS, MOST_WORDS, bucket_of, pack
 from .linear import Linear
-from .plan import AttentionPlan
+from .plan import AttentionPlan, Limits
 from .weights import Arranged, arranged, encode, gated_matrix, heads_matrices, upload
 
 if TYPE_CHECKING:
@@ -268,9 +268,10 @@ def load_forward(device: Device, model: Model, sizes: Sizes, inputs: int, choice
     inputs: bytes of what a step is told; choices: where arg-maxima go, an address of the host's.
     """
     g = model.geometry
+    limits = Limits(device.multiprocessors, device.block_bytes, device.shared_bytes, device.reserved_bytes)
 
     def linear(host: Arranged, epilogue: str) -> Linear:
-        return Linear(upload(device, host), epilogue, device.multiprocessors)
+        return Linear(upload(device, host), epilogue, limits)
 
     def vector(name: str):
         return device.upload(model.vector(name))

@@ -226,6 +226,9 @@ class Device:
     cc: tuple[int, int] = field(init=False)
     name: str = field(init=False)
     multiprocessors: int = field(init=False)
+    block_bytes: int = field(init=False)  # shared memory that a block can have
+    shared_bytes: int = field(init=False)  # shared memory of a multiprocessor
+    reserved_bytes: int = field(init=False)  # of that, what a block costs besides its own
     _loaded: dict[str, Kernel] = field(init=False, default_factory=dict)
     _pinned: list[int] = field(init=False, default_factory=list)
 
@@ -234,13 +237,16 @@ class Device:
         self._device = check(driver.cuDeviceGet(self.ordinal))
         self._context = check(driver.cuDevicePrimaryCtxRetain(self._device))
         self.use()
-        kinds = driver.CUdevice_attribute
-        major, minor, self.multiprocessors = (
-            check(driver.cuDeviceGetAttribute(kind, self._device))
-            for kind in (
-                kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-                kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        prefix = "CU_DEVICE_ATTRIBUTE_"
+        major, minor, self.multiprocessors, self.block_bytes, self.shared_bytes, self.reserved_bytes = (
+            check(driver.cuDeviceGetAttribute(getattr(driver.CUdevice_attribute, prefix + name), self._device))
+            for name in (
+                "COMPUTE_CAPABILITY_MAJOR",
+                "COMPUTE_CAPABILITY_MINOR",
+                "MULTIPROCESSOR_COUNT",
+                "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+                "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
+                "RESERVED_SHARED_MEMORY_PER_BLOCK",
             )
         )
         self.cc = (major, minor)

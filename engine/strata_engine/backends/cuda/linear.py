@@ -8,7 +8,7 @@ from typing import Any
 
 from .device import Device, KernelSpec
 from .layout import Format
-from .plan import MOST_SLICE_ROWS, slice_shape, slices_of, tile_shape
+from .plan import Limits, slice_shape, slices_of, takes_slices, tile_shape
 from .shapes import SliceShape, TileShape
 from .weights import Weights
 
@@ -45,16 +45,16 @@ class Linear:
 
     weights: Weights
     epilogue: str
-    processors: int  # multiprocessors of the device
+    limits: Limits  # of the device
 
     def choose(self, rows: int) -> tuple[KernelSpec, SliceShape | TileShape]:
         """The kernel for a step of `rows` rows."""
         w = self.weights
         slices = slices_of(w.units)
-        if rows <= MOST_SLICE_ROWS:
-            small, blocks = slice_shape(w.form, slices, w.tiles, w.units, rows, self.processors)
+        if takes_slices(w.tiles, rows, self.limits):
+            small, blocks = slice_shape(w.form, slices, w.tiles, w.units, rows, self.limits)
             return slice_spec(w.form, small, self.epilogue, blocks), small
-        large, blocks = tile_shape(w.form, slices, w.tiles, rows, self.processors)
+        large, blocks = tile_shape(w.form, slices, w.tiles, rows, self.limits)
         return tile_spec(w.form, large, self.epilogue, blocks), large
 
     def run(self, device: Device, rows: int, x: Any, index: Any, norm: Any, out: Any) -> None:

@@ -7,6 +7,7 @@ alone.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +16,23 @@ from .layout import Format
 from .shapes import THREADS, AttentionShape, SliceShape, TileShape
 
 MOST_SLICE_ROWS = 64  # more rows than this take the tile kernel
-RING_BYTES = 96 << 10  # shared memory of a multiprocessor for weights under way
-SHARED_BYTES = 220 << 10  # what blocks may use of a multiprocessor's shared memory
+RING_BYTES = 96 << 10  # of a multiprocessor's shared memory for weights under way: more does not help
 MOST_SHARES = 32  # blocks over which the cells of a row are spread
 SPREAD_ROWS = 32  # up to here the cells of a row are spread over blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What shapes depend on of a GPU; the defaults are an H200's."""
+
+    processors: int = 132  # multiprocessors
+    block_bytes: int = 227 << 10  # shared memory that a block can have
+    shared_bytes: int = 228 << 10  # shared memory of a multiprocessor, of which each block costs
+    reserved_bytes: int = 1 << 10  # this much more than it asks for
+
+    def fits(self, blocks: int, block_bytes: int) -> bool:
+        """Whether `blocks` blocks that ask for `block_bytes` of shared memory each run on a multiprocessor at once."""
+        return block_bytes <= self.block_bytes and blocks * (block_bytes + self.reserved_bytes) <= self.shared_bytes
 
 
 def slices_of(units: int) -> int:
@@ -34,43 +48,64 @@ def slices_of(units: int) -> int:
     return next((count for count in counts if units % count == 0), counts[0])
 
 
-def slice_shape(
-    form: Format, slices: int, tiles: int, units: int, rows: int, processors: int
-) -> tuple[SliceShape, int]:
+def takes_slices(tiles: int, rows: int, limits: Limits) -> bool:
+    """Whether a step of `rows` rows takes the slice kernel: a matrix of many tiles fills the tile kernel sooner."""
+    return rows <= (MOST_SLICE_ROWS if tiles < 6 * limits.processors else MOST_SLICE_ROWS // 2)
+
+
+def slice_shape(form: Format, slices: int, tiles: int, units: int, rows: int, limits: Limits) -> tuple[SliceShape, int]:
     """(shape, blocks a multiprocessor) of the slice kernel.
 
     Tiles of one warp share what it reads of the activations, and the wait for the other warps.
     """
     if rows > 8:
-        return _many_slice_shape(form, slices, tiles, rows, processors)
+        return _fitted(*_many_slice_shape(slices, tiles, rows, limits.processors), form, limits)
     few = rows <= 4
     chunk, whole = slice_steps(form, slices, units, few)
     mt, blocks = 1, 1
     if slices < 12:
-        blocks = -(-tiles // processors)
+        blocks = -(-tiles // limits.processors)
         if blocks > (3 if few else 2):
             mt = 2 - tiles % 2
             blocks = 1 if not few and whole and chunk * form.vectors > 2 else 2  # one: activations fill the registers
         if blocks == 3 and not whole:
             chunk = min(chunk, 2)
-    elif tiles > processors:
+    elif tiles > limits.processors:
         mt = 2 - tiles % 2
-    return _with_stages(SliceShape(slices, mt, 1, 2, few, chunk, whole), form, blocks, RING_BYTES), blocks
+    return _fitted(SliceShape(slices, mt, 1, 8, few, chunk, whole), blocks, form, limits)
 
 
-def _many_slice_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[SliceShape, int]:
-    """`slice_shape` for more than 8 rows: 16 rows a warp, in as many tiles as keep all multiprocessors busy."""
-    counts = (2, 1) if slices > 12 else (4, 2, 1)
+def _many_slice_shape(slices: int, tiles: int, rows: int, processors: int) -> tuple[SliceShape, int]:
+    """`slice_shape` for more than 8 rows: 16 rows a warp."""
     down = -(-rows // 16)
+    if slices <= 12 and tiles * down > processors and rows <= 32:
+        return SliceShape(slices, 1, 2, 4), 2
+    counts = (2, 1) if slices > 12 else (4, 2, 1)
     mt = next((n for n in counts if tiles % n == 0 and tiles // n * down > 0.9 * processors), 1)
-    shape = SliceShape(slices, mt, 2)
-    return _with_stages(shape, form, 1, SHARED_BYTES - 2 * shape.set_bytes), 1
+    return SliceShape(slices, mt, 2, 8), 1
 
 
-def _with_stages(shape: SliceShape, form: Format, blocks: int, room: int) -> SliceShape:
-    """The shape with as many stages as `room` bytes of a multiprocessor hold: 2 to 8."""
-    stages = max(2, min(8, room // (blocks * shape.slices * shape.slot_bytes(form))))
-    return replace(shape, stages=stages)
+def _fitted(shape: SliceShape, blocks: int, form: Format, limits: Limits) -> tuple[SliceShape, int]:
+    """The shape as it fits shared memory: first with fewer stages, then with fewer tiles, blocks, units a step and rows."""
+    if shape.nt == 1:
+        stages = RING_BYTES // (blocks * shape.slices * shape.slot_bytes(form))
+        shape = replace(shape, stages=max(2, min(shape.stages, stages)))
+    while not limits.fits(blocks, shape.shared_bytes(form)):
+        if shape.stages > 2:
+            shape = replace(shape, stages=shape.stages - 1)
+        elif shape.mt > 1:
+            shape = replace(shape, mt=shape.mt // 2)
+        elif blocks > 1:
+            blocks -= 1
+        elif shape.chunk > 1:
+            shape = replace(shape, chunk=1, whole=False)
+        elif shape.nt > 1:
+            shape = replace(shape, nt=1)
+        elif shape.stages > 1:
+            shape = replace(shape, stages=1)
+        else:
+            raise ValueError(f"{shape} does not fit {limits}")
+    return shape, blocks
 
 
 def slice_steps(form: Format, slices: int, units: int, few: bool) -> tuple[int, bool]:
@@ -89,24 +124,37 @@ TILE_SHAPES = ((4, 4, 2, 2, 2, 2), (2, 4, 4, 2, 3, 1), (2, 4, 2, 2, 3, 3), (2, 2
 TILE_COSTS = (1.0, 1.19, 1.15, 1.3)  # time a product and row, against the first, when the GPU is full
 
 
-def tile_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[TileShape, int]:
+def tile_shape(form: Format, slices: int, tiles: int, rows: int, limits: Limits) -> tuple[TileShape, int]:
     """(shape, blocks a multiprocessor) of the tile kernel: the one whose last wave wastes least."""
+    fitted = [_tile_fitted(TileShape(slices, *shape), blocks, form, limits) for *shape, blocks in TILE_SHAPES]
 
     def cost(i: int) -> float:
-        shape, blocks = TileShape(slices, *TILE_SHAPES[i][:5]), TILE_SHAPES[i][5]
+        pair = fitted[i]
+        if pair is None:
+            return math.inf
+        shape, blocks = pair
         count = -(-tiles * 16 // shape.features) * -(-rows // shape.rows)
-        waves = -(-count // (processors * blocks))
+        waves = -(-count // (limits.processors * blocks))
         return waves * shape.features * shape.rows * blocks * TILE_COSTS[i]
 
-    indexes = range(len(TILE_SHAPES))
-    fits = [i for i in indexes if _fits(TileShape(slices, *TILE_SHAPES[i][:5]), form, TILE_SHAPES[i][5])]
-    best = min(fits, key=cost)
-    return TileShape(slices, *TILE_SHAPES[best][:5]), TILE_SHAPES[best][5]
+    best = fitted[min(range(len(TILE_SHAPES)), key=cost)]
+    if best is None:
+        raise ValueError(f"no tile shape of {form.name} fits {limits}")
+    return best
 
 
-def _fits(shape: TileShape, form: Format, blocks: int) -> bool:
-    """True if `blocks` blocks share a multiprocessor's shared memory and operand A of 16-bit codes its registers."""
-    return shape.shared_bytes(form) * blocks <= SHARED_BYTES and not (form.codes == "f16" and shape.mt > 2)
+def _tile_fitted(shape: TileShape, blocks: int, form: Format, limits: Limits) -> tuple[TileShape, int] | None:
+    """The shape with as many stages and blocks as fit; None if it does not, or operand A of halves its registers."""
+    if form.codes == "f16" and shape.mt > 2:
+        return None
+    while not limits.fits(blocks, shape.shared_bytes(form)):
+        if blocks > 1:
+            blocks -= 1
+        elif shape.stages > 2:
+            shape = replace(shape, stages=shape.stages - 1)
+        else:
+            return None
+    return shape, blocks
 
 
 @dataclass(frozen=True, slots=True)
