@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -59,3 +60,12 @@ def test_the_device_is_made_current_on_the_thread_of_the_steps() -> None:
     steps.start()
     steps.join(60)
     assert recorder.calls.count("use") == 1 and recorder.calls[0] == "use"
+
+
+def test_kernels_are_compiled_anew_when_any_source_of_theirs_changes() -> None:
+    from strata_engine.backends.cuda import attention, emit, slice, states
+    from strata_engine.backends.cuda.device import KERNEL_FOLDERS
+    from strata_engine.sampling import candidates, merge, ptx
+
+    for module in (attention, emit, slice, states, candidates, merge, ptx):
+        assert pathlib.Path(module.__file__).parent in KERNEL_FOLDERS

@@ -7,7 +7,7 @@ import pytest
 from tiny_model import AFFINE, Tiny, write_model
 
 from strata_engine.backends.cuda.layout import Format, arrange, arrange_scales, feature_order, restore
-from strata_engine.backends.cuda.weights import Arranged, arranged, encode, gated_matrix, heads_matrices
+from strata_engine.backends.cuda.weights import Arranged, _say_once, arranged, encode, gated_matrix, heads_matrices
 from strata_engine.model import load_model
 
 
@@ -78,3 +78,15 @@ def test_neighbours_share_a_lane() -> None:
 
 def test_padding_stands_for_nothing() -> None:
     assert (feature_order(261, "pairs") >= 0).sum() == 261
+
+
+def test_rounded_matrices_are_told_of_once(tmp_path, caplog) -> None:
+    _say_once.cache_clear()
+    path = tmp_path / "m.gguf"
+    write_model(path, Tiny(kind="F32"))
+    model = load_model(path)
+    for name in ("attn_q", "attn_k"):
+        encode(model.layer(0, name))
+    assert [record.message for record in caplog.records if "float32" in record.message] == [
+        "float32 matrices are rounded to halves with a scale for each block of 32"
+    ]

@@ -28,7 +28,7 @@ from .device import Device, DeviceError, Graph, build_missing
 from .forward import Forward, Layer, Sizes, page_table
 from .inputs import BUCKETS, MAX_ROWS, MOST_WORDS, bucket_of, pack
 from .linear import Linear
-from .plan import AttentionPlan, Limits
+from .plan import Limits
 from .weights import Arranged, arranged, encode, gated_matrix, heads_matrices, upload
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class CudaBackend:
         free, total = self._device.memory()
         weights = int(os.path.getsize(model.path) * 1.15)
         cells = 2 * model.geometry.layers * self._sizes.cell_bytes
-        buffers = sum(self._sizes.buffer_bytes().values())
+        buffers = sum(self._sizes.buffer_bytes().values()) + self._sizes.scratch_bytes
         need = weights + cells + buffers + RESERVE
         if need > free:
             sizes = [f"{size / (1 << 30):.1f}" for size in (need, free, total, weights, cells, buffers)]
@@ -295,8 +295,6 @@ def load_forward(device: Device, model: Model, sizes: Sizes, inputs: int, choice
                 )
             )
             stage.advance(1, f"layer {i}")
-    plan = AttentionPlan(g.heads // g.kv_heads, sizes.cell_dim, sizes.parts, sizes.groups)
-    tiles = min(sizes.max_rows, 32)
     cosine, sine = model.rope(sizes.pages_a_slot * 64)
     return Forward(
         device=device,
@@ -311,9 +309,9 @@ def load_forward(device: Device, model: Model, sizes: Sizes, inputs: int, choice
         inputs=device.allocate(inputs),
         chosen=device.allocate(4 * sizes.max_rows),
         buffers={name: device.allocate(size) for name, size in sizes.buffer_bytes().items()},
-        scratch=device.allocate(tiles * g.heads * plan.scratch_bytes, zero=False),
+        scratch=device.allocate(sizes.scratch_bytes, zero=False),
         tickets=device.allocate(4 * MAX_ROWS * g.heads),
-        attention=plan,
+        attention=sizes.attention,
         choices=choices,
     )
 

@@ -18,7 +18,7 @@ import pathlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
+_HERE = pathlib.Path(__file__).parent
+KERNEL_FOLDERS = (_HERE, _HERE.parents[1] / "sampling", _HERE.parents[1] / "selection")  # whose sources make kernels
 
 
 class DeviceError(RuntimeError):
@@ -87,10 +89,12 @@ def cache_folder() -> pathlib.Path:
 def _versions() -> str:
     """Everything besides the spec that decides a kernel's machine code: our sources and the compilers."""
     digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    for package in ("numba", "numba-cuda", "llvmlite"):
-        digest.update(importlib.metadata.version(package).encode())
+    for folder in KERNEL_FOLDERS:
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
+    for package in ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvjitlink"):
+        with suppress(importlib.metadata.PackageNotFoundError):  # the last may be a part of the system
+            digest.update(importlib.metadata.version(package).encode())
     return digest.hexdigest()
 
 

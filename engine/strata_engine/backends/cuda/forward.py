@@ -16,7 +16,7 @@ from .device import Buffer, Device, KernelSpec
 from .inputs import BUCKETS, Layout
 from .layout import TILE, UNIT
 from .linear import Linear
-from .plan import AttentionPlan, argmax_spec, embed_spec
+from .plan import SPREAD_ROWS, AttentionPlan, argmax_spec, embed_spec
 from .shapes import CELLS, WARPS, Cells, Heads, Logits, Residual, Swiglu
 
 if TYPE_CHECKING:
@@ -66,6 +66,16 @@ class Sizes:
     @property
     def vocab_tiles(self) -> int:
         return -(-self.geometry.vocab // TILE)
+
+    @property
+    def attention(self) -> AttentionPlan:
+        g = self.geometry
+        return AttentionPlan(g.heads // g.kv_heads, self.cell_dim, self.parts, self.groups)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes for what attention's blocks leave for one another."""
+        return min(self.max_rows, SPREAD_ROWS) * self.geometry.kv_heads * self.attention.scratch_bytes
 
     def buffer_bytes(self) -> dict[str, int]:
         """Sizes of everything a step writes, besides the cells."""

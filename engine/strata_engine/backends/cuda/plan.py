@@ -86,7 +86,7 @@ def _many_slice_shape(slices: int, tiles: int, rows: int, processors: int) -> tu
 
 
 def _fitted(shape: SliceShape, blocks: int, form: Format, limits: Limits) -> tuple[SliceShape, int]:
-    """The shape as it fits shared memory: first with fewer stages, then with fewer tiles, blocks, units a step and rows."""
+    """The shape as it fits shared memory: first with fewer stages, fewer tiles, blocks, units a step, rows."""
     if shape.nt == 1:
         stages = RING_BYTES // (blocks * shape.slices * shape.slot_bytes(form))
         shape = replace(shape, stages=max(2, min(shape.stages, stages)))
@@ -169,17 +169,21 @@ class AttentionPlan:
     def choose(self, bucket: int) -> tuple[KernelSpec, AttentionShape, int]:
         """(kernel, its shape, blocks a tile) for a step of `bucket` rows."""
         spread = bucket <= SPREAD_ROWS
-        heads = next(h for h in range(min(8 if spread else 16, self.heads), 0, -1) if self.heads % h == 0)
-        shape = AttentionShape(self.cell_dim, heads, self.parts, 1, spread)
+        shape = self._shape(spread)
         if spread:
             return attention_spec(shape), shape, min(MOST_SHARES, self.groups)
         return attention_spec(shape, 3 if self.cell_dim <= 64 else 2), shape, 1
 
+    def _shape(self, spread: bool) -> AttentionShape:
+        """As many heads as fit a query tile."""
+        heads = next(h for h in range(min(8 if spread else 16, self.heads), 0, -1) if self.heads % h == 0)
+        return AttentionShape(self.cell_dim, heads, self.parts, 1, spread)
+
     @property
     def scratch_bytes(self) -> int:
-        """Scratch of one head tile of one query tile."""
-        shape = AttentionShape(self.cell_dim, 1, self.parts, 1)
-        return self.groups * shape.partial_floats * 4
+        """Scratch of a key-value head's query heads, for one query tile of a step that spreads them."""
+        shape = self._shape(True)
+        return self.heads // shape.heads * self.groups * shape.partial_floats * 4
 
 
 def _build_attention(shape: AttentionShape) -> tuple[Any, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +18,7 @@ from .layout import TILE, UNIT, Format, Order, arrange, arrange_scales
 if TYPE_CHECKING:
     from ...model.repack import Matrix
 
+log = logging.getLogger(__name__)
 CODE_ZERO = 128  # 8-bit codes are stored as unsigned bytes
 
 
@@ -53,10 +56,17 @@ class Weights:
         return self.tiles * self.units * (512 * self.form.vectors + 32 * self.form.scale_words)
 
 
+@functools.cache
+def _say_once(message: str) -> None:
+    log.warning(message)
+
+
 def encode(matrix: Matrix) -> Coded:
     """The exact integer codes of a matrix; bf16 and f32 become halves with a power-of-two scale a block."""
     if matrix.format == "f16":
         return Coded(Format("f16", "none"), matrix.codes.view(np.float16), None, None)
+    if matrix.format == "f32":
+        _say_once("float32 matrices are rounded to halves with a scale for each block of 32")
     if matrix.format in ("bf16", "f32"):
         return _halves(matrix.dequantize())
     if matrix.scale is None:
