@@ -248,6 +248,31 @@ def run(args: argparse.Namespace) -> dict:
             "results": [asdict(result) for result in results]}  # fmt: skip
 
 
+def draw(runs: list[dict], path: pathlib.Path) -> None:
+    """Bars: tokens a second of each line, a colour a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [result["what"] for result in runs[0]["results"]]
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    for i, run_ in enumerate(runs):
+        rates = {result["what"]: result["tokens_per_s"] for result in run_["results"]}
+        known = [(at, rates[what]) for at, what in enumerate(lines) if what in rates]
+        places = [at + 0.8 * (i + 0.5) / len(runs) - 0.4 for at, _ in known]
+        label = f"{pathlib.Path(run_['model']).stem}, {run_['device']}, cells {run_['kv']}"
+        bars = axes.bar(places, [rate for _, rate in known], 0.8 / len(runs), label=label)
+        axes.bar_label(bars, [f"{rate:,.0f}" for _, rate in known], rotation=90, fontsize=7, padding=2)
+    axes.set_yscale("log")
+    axes.margins(y=0.2)
+    axes.set_xticks(range(len(lines)), lines, rotation=25, ha="right", fontsize=8)
+    axes.set_ylabel("tokens / s")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
@@ -264,10 +289,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128, help="decode steps measured")
     parser.add_argument("--repeats", type=int, default=3, help="prompts measured of each length")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="also draw the figures there, as a PNG")
+    parser.add_argument("--beside", type=pathlib.Path, nargs="*", default=[], help="JSON of other runs, for the plot")
     args = parser.parse_args()
     figures = run(args)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if args.plot:
+        draw([*(json.loads(path.read_text()) for path in args.beside), figures], args.plot)
 
 
 if __name__ == "__main__":
