@@ -3,11 +3,13 @@
 
     python scripts/bench_engine.py model.gguf --device cuda --json result.json
 
-Drives the backend itself, without scheduler or socket. Decoding is greedy, each step's token fed to the next, after a
-context of --fill rows. A last pair decodes one request greedily and sampled (top_k 20, top_p 0.95, min_p 0.05,
-penalties over 64 tokens) by turns; their ratio says what sampling costs. "GB/s" counts the bytes a step must read:
-every weight once, and the cells of each request; "share" is that over the copy bandwidth measured in the same run
-(device to device, or memory to memory on a CPU).
+Drives the backend itself, without scheduler or socket, as the scheduler does: a backend that feeds is kept one step
+ahead. Decoding is greedy, each step's token fed to the next, after a context of --fill rows. A last pair decodes one
+request greedily and sampled (top_k 20, top_p 0.95, min_p 0.05, penalties over 64 tokens) by turns; their ratio says
+what sampling costs. "GB/s" counts the bytes a step must read: every weight once, and the cells of each request; "share"
+is that over the copy bandwidth measured in the same run (device to device, or memory to memory on a CPU). On a GPU
+"host" is the host's time to queue a step, which passes while the GPU computes, and "idle" the share of a step in which
+the GPU waits for the host, by replaying the step's graph alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -27,7 +29,8 @@ from strata_engine.backends.base import Backend
 from strata_engine.model import Model, load_model
 from strata_engine.params import GenParams
 from strata_engine.progress import NoProgress
-from strata_engine.rows import Draw, Int32, Rows
+from strata_engine.rows import Choice, Draw, Int32, Rows
+from strata_engine.steps import Pipeline
 
 NO_HISTORY = np.empty(0, np.int32)
 SAMPLED = GenParams(
@@ -46,6 +49,8 @@ class Result:
     ms_per_step: float
     gb_per_s: float | None = None  # None where arithmetic, not memory, is the limit
     share: float | None = None
+    host_us: float | None = None  # to queue a step
+    idle: float | None = None  # share of a step in which the GPU waits for the host
 
 
 def greedy(count: int) -> list[Draw]:
@@ -53,8 +58,16 @@ def greedy(count: int) -> list[Draw]:
 
 
 def sampled_draw(step: int) -> list[Draw]:
-    """The draw of one request at `step`, with a full penalty window."""
-    return [Draw(SAMPLED, step, (step + np.arange(SAMPLED.penalty_last_n, dtype=np.int32)) * 7)]
+    """The draw of one request at `step`, with a full penalty window, whose last token is the step before's."""
+    window = (step + np.arange(SAMPLED.penalty_last_n, dtype=np.int32)) * 7
+    window[-1] = -1
+    return [Draw(SAMPLED, step, window)]
+
+
+def known(draws: list[Draw], choices: list[Choice]) -> list[Draw]:
+    """The draws with the step before's tokens in place of what stands for them."""
+    tokens = np.array([choice.token for choice in choices] or [1], np.int32)
+    return [Draw(d.params, d.index, np.where(d.history < 0, tokens[0], d.history)) for d in draws]
 
 
 def chunk(slot: int, first: int, count: int, vocab: int, wanted: bool) -> Rows:
@@ -67,26 +80,64 @@ def chunk(slot: int, first: int, count: int, vocab: int, wanted: bool) -> Rows:
 
 def read_prompt(backend: Backend, slot: int, count: int) -> None:
     """A prompt in chunks of the most rows a step, then its first token."""
+    pipeline = Pipeline(backend, time.perf_counter)
     for first in range(0, count, backend.max_rows):
         size = min(backend.max_rows, count - first)
-        backend.forward(chunk(slot, first, size, backend.vocab, first + size == count))
-    backend.choose(greedy(1))
+        last = first + size == count
+        pipeline.queue(chunk(slot, first, size, backend.vocab, last), draws=greedy(1) if last else [])
+        if len(pipeline) == pipeline.depth:
+            pipeline.take()
+    while pipeline:
+        pipeline.take()
 
 
 def decode(
     backend: Backend, slots: int, position: int, steps: int, draws_of: Callable[[int], list[Draw]] | None = None
 ) -> Iterator[float]:
     """Seconds of each of `steps` steps with one row a slot; `draws_of(step)`: what to choose by, else greedily."""
-    slot = np.arange(slots, dtype=np.int32)
+    pipeline, slot = Pipeline(backend, time.perf_counter), np.arange(slots, dtype=np.int32)
     token: Int32 = np.ones(slots, np.int32)
     same = greedy(slots)
-    draws_of = draws_of or (lambda step: same)
+    choices: list[Choice] = []
     for step in range(steps):
-        draws = draws_of(step)
+        draws = draws_of(step) if draws_of else same
+        draws = draws if backend.feeds and step else known(draws, choices)
+        pipeline.queue(Rows(slot, np.full(slots, position + step, np.int32), token, slot), draws=draws)
+        token = -1 - slot
+        if len(pipeline) == pipeline.depth:
+            done = pipeline.take()
+            choices = done.choices
+            yield done.seconds
+        if not backend.feeds:
+            token = np.array([choice.token for choice in choices], np.int32)
+    while pipeline:
+        yield pipeline.take().seconds
+
+
+def host_seconds(backend: Backend, slots: int, position: int, draws: list[Draw], steps: int = 50) -> float:
+    """The host's time to queue a decode step while the one ahead runs."""
+    pipeline, slot = Pipeline(backend, time.perf_counter), np.arange(slots, dtype=np.int32)
+    rows = Rows(slot, np.full(slots, position, np.int32), slot, slot)
+    times = []
+    for _ in range(steps):
         begun = time.perf_counter()
-        backend.forward(Rows(slot, np.full(slots, position + step, np.int32), token, slot))
-        token = np.array([choice.token for choice in backend.choose(draws)], np.int32)
-        yield time.perf_counter() - begun
+        pipeline.queue(rows, draws=draws)
+        times.append(time.perf_counter() - begun)
+        if len(pipeline) == pipeline.depth:
+            pipeline.take()
+    while pipeline:
+        pipeline.take()
+    return statistics.median(times)
+
+
+def with_gpu(backend: Backend, result: Result, slots: int, position: int, draws: list[Draw]) -> Result:
+    """The result with what the host and the GPU alone take for such a step."""
+    graph_ms = getattr(backend, "graph_ms", None)
+    if graph_ms is None:
+        return result
+    host = host_seconds(backend, slots, position, draws)
+    alone = graph_ms(slots, chained=draws[0].params.sampled)
+    return replace(result, host_us=host * 1e6, idle=1 - alone / result.ms_per_step)
 
 
 def weight_bytes(model: Model) -> int:
@@ -114,7 +165,8 @@ def bench_decode(backend: Backend, model: Model, kv: str, slots: int, fill: int,
     times = list(decode(backend, slots, fill + 8, steps))
     step = statistics.median(times)
     rate = (weight_bytes(model) + slots * (fill + 8 + steps / 2) * cell_bytes(model, kv)) / step
-    return Result(f"decode, {slots} requests", slots / step, step * 1e3, rate / 1e9, rate / copy)
+    result = Result(f"decode, {slots} requests", slots / step, step * 1e3, rate / 1e9, rate / copy)
+    return with_gpu(backend, result, slots, fill + 8 + steps, greedy(slots))
 
 
 def bench_sampled(backend: Backend, fill: int, steps: int) -> tuple[Result, Result]:
@@ -127,9 +179,10 @@ def bench_sampled(backend: Backend, fill: int, steps: int) -> tuple[Result, Resu
             taken = list(decode(backend, 1, fill, max(steps // ROUNDS, 8), draws_of))
             seconds += taken if turn else []
     greedy_s, sampled_s = (statistics.median(seconds) for seconds in times)
+    sampled = Result("sampled, 1 request", 1 / sampled_s, sampled_s * 1e3)
     return (
-        Result("greedy, 1 request", 1 / greedy_s, greedy_s * 1e3),
-        Result("sampled, 1 request", 1 / sampled_s, sampled_s * 1e3),
+        with_gpu(backend, Result("greedy, 1 request", 1 / greedy_s, greedy_s * 1e3), 1, fill, greedy(1)),
+        with_gpu(backend, sampled, 1, fill, known(sampled_draw(0), [])),
     )
 
 
@@ -160,7 +213,8 @@ def copy_bandwidth(backend: Backend) -> float:
 
 def show(result: Result) -> None:
     rate = "" if result.gb_per_s is None else f"{result.gb_per_s:10.0f} GB/s {100 * (result.share or 0):5.0f} %"
-    print(f"{result.what:24} {result.tokens_per_s:12,.0f} tok/s {result.ms_per_step:10.3f} ms{rate}", flush=True)
+    host = "" if result.host_us is None else f"{result.host_us:7.0f} us host {100 * (result.idle or 0):4.1f} % idle"
+    print(f"{result.what:24} {result.tokens_per_s:12,.0f} tok/s {result.ms_per_step:10.3f} ms{rate}{host}", flush=True)
 
 
 def run(args: argparse.Namespace) -> dict:

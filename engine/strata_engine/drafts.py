@@ -77,9 +77,11 @@ class AcceptRates:
     notices at no cost that its text has begun, or ceased, to repeat.
     """
 
-    __slots__ = ("_rate", "_seen")
+    __slots__ = ("_rate", "_seen", "_worth")
 
-    def __init__(self) -> None:
+    def __init__(self, pause: float = 0.0) -> None:
+        """`pause`: what a step costs more for having drafts, in parts of it."""
+        self._worth = _WORTH + pause
         longest = max(LENGTHS)
         self._seen = [_PRIOR_WEIGHT] * (longest + 1)
         self._rate = [0.0] * (longest + 1)  # [match length]; only the entries of LENGTHS are used
@@ -96,13 +98,17 @@ class AcceptRates:
             if guess != token:
                 return
 
+    def chance(self, length: int) -> float:
+        """How likely the first draft after a match of `length` is accepted."""
+        return self._rate[_CLASS[length]]
+
     def width(self, length: int, most: int, tokens: float, cost: Sequence[float], rows: int) -> tuple[int, float]:
         """How many of `most` drafts to offer and how many of them to expect accepted.
 
         The step has `rows` rows without them, `tokens` tokens are expected of it, and r rows take cost[r].
         """
         best, best_gain, gain, chance = 0, 0.0, 0.0, 1.0
-        bar = tokens / cost[rows] * _WORTH
+        bar = tokens / cost[rows] * self._worth
         for i in range(most):
             chance *= self._rate[_CLASS[length + i]]
             gain += chance

@@ -27,6 +27,7 @@ class Model:
     vocab: int
     eos: frozenset[int]
     draft: int  # most drafts a window where the request does not say
+    pause: float = 0.0  # what it costs to await a step's tokens before the next is queued, in parts of a step
 
 
 class Generation:
@@ -35,11 +36,15 @@ class Generation:
     tokens[:size] is prompt + output; cells 0..cells-1 of the slot hold tokens[:cells]. What lies between, and the
     drafts that stand in tokens[size:], are the next rows. A penalty history is a slice of `tokens`, drafts included,
     so nothing is copied. `tokens` is never written below `size`.
+
+    While a step with rows of it is under way (`sent`), the next rows are those behind them: `ahead` cells are being
+    written, and where the step gives a token, what stands for it (rows.Rows) holds its place in tokens[size].
     """
 
     __slots__ = (
         "_end", "_history", "_limit", "_lookup", "_most", "_params", "_proposal", "_rates", "_started",
-        "_switched", "accepted", "cells", "drafts", "offered", "prompt", "reused", "size", "slot", "tokens",
+        "_switched", "accepted", "ahead", "cells", "drafts", "expected", "offered", "prompt", "reused", "size", "slot",
+        "tokens",
     )  # fmt: skip
 
     slot: Slot
@@ -56,9 +61,10 @@ class Generation:
         self.tokens: Int32 = np.empty(self._most + DRAFT_MAX + 1, np.int32)
         self.tokens[: self.prompt] = request.prompt
         self.cells = self.reused = 0
+        self.ahead = self.expected = 0  # rows under way, and how many tokens they are sure to give
         self._limit = min(model.draft if params.draft is None else params.draft, DRAFT_MAX)
         self._lookup = PromptLookup(model.vocab) if self._limit else None
-        self._rates = AcceptRates()
+        self._rates = AcceptRates(model.pause)
         self._proposal: tuple[int, list[int]] = (0, [])
         self.drafts = 0  # how many drafts stand in tokens[size:]
         self.offered = self.accepted = 0
@@ -76,9 +82,29 @@ class Generation:
         return self._switched is None
 
     @property
-    def pending(self) -> int:
-        """How many tokens have no cell yet; 1 when decoding."""
-        return self.size - self.cells
+    def to_read(self) -> int:
+        """How many prompt tokens are in no step yet."""
+        return max(0, self.prompt - self.next_cell)
+
+    @property
+    def next_cell(self) -> int:
+        """Where its next row goes."""
+        return self.cells + self.ahead
+
+    @property
+    def complete(self) -> bool:
+        """True if the step under way gives its last token."""
+        return self.size + self.expected >= self._most
+
+    def sent(self, rows: int, wanted: int | None) -> None:
+        """`rows` rows are under way now; the choice for the step's wanted row `wanted` is the next token."""
+        if wanted is not None:
+            self.tokens[self.size + self.expected] = -1 - wanted
+        self.ahead, self.expected = rows, int(wanted is not None)
+
+    def landed(self) -> None:
+        """No row is under way any more."""
+        self.ahead = self.expected = 0
 
     @property
     def record(self) -> Int32:
@@ -112,9 +138,25 @@ class Generation:
             self.drafts = width
         return gain
 
+    def foresee(self, room: int, tokens: float, cost: Sequence[float], rows: int) -> float:
+        """How many drafts would be accepted in the step after the one under way, by what is known before its token.
+
+        Arguments as in `offer`.
+        """
+        lookup = self._lookup
+        most = min(self._limit, self._most - self.size - 2, room)
+        if lookup is None or most <= 0 or len(lookup) < self.size:
+            self._proposal = (0, [])
+            return 0.0
+        self._proposal = length, _ = lookup.draft(most + 1)
+        if not length:
+            return 0.0
+        return self._rates.chance(length) * self._rates.width(length + 1, most, tokens, cost, rows)[1]
+
     def draws(self) -> list[Draw]:
         """The draws of the wanted rows: the last token's, then one for each draft."""
-        params, tokens, keep, size, prompt = self._params, self.tokens, self._history, self.size, self.prompt
+        params, tokens, keep, prompt = self._params, self.tokens, self._history, self.prompt
+        size = self.size + self.expected
         if not keep:
             return [Draw(params, end - prompt, _NO_HISTORY) for end in range(size, size + self.drafts + 1)]
         return [

@@ -24,7 +24,7 @@ class Rows:
 
     slot: Int32  # [n] 0..slots-1
     position: Int32  # [n] 0..context-1: the cell that the row's keys and values are written to
-    token: Int32  # [n] 0..vocab-1
+    token: Int32  # [n] 0..vocab-1; -1 - i: the token chosen for wanted row i of the step before (base.Feeding)
     wanted: Int32  # [m] ascending indexes of the rows whose logits are needed
 
     def __len__(self) -> int:
@@ -37,4 +37,6 @@ class Draw:
 
     params: GenParams  # .seed is never None on a sampled request
     index: int  # draw index: the position of the token in the output
-    history: Int32  # [<= penalty_last_n] the penalty window, oldest first; empty if params.penalised is False
+    # [<= penalty_last_n] the penalty window, oldest first; empty if params.penalised is False. The last may be below 0
+    # as in Rows.token.
+    history: Int32

@@ -3,6 +3,10 @@
 Every step gathers rows from every running request, runs one forward over them and chooses one token for each row
 that wants one. A request that decodes has a window of its last token and drafts in every step; prompts share what
 is left of the step, at most `chunk` rows, so nobody waits for somebody else's prompt.
+
+A backend that feeds is kept one step ahead: while a step is computed the next one is queued, and what it lacks, the
+tokens that are being chosen, never passes through the host. A request that turns out to have ended has rows in that
+step all the same, which harm nobody: they write cells behind its record, before anybody else's rows do.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,47 +24,16 @@ from .backends.base import Backend
 from .drafts import StepTimes
 from .generation import Generation, Model, Sink
 from .params import DRAFT_MAX, GenParams
-from .request import Busy, Done, Event, Failed, Reason, Request, Reused, Token
+from .request import Busy, Done, Failed, Reason, Request, Reused, Token
 from .rows import Choice, Draw, Int32, Rows
 from .slots import Slots
+from .steps import Pipeline, Run, Share, Ticket, gather
+
+__all__ = ["Busy", "Scheduler", "Ticket"]
 
 log = logging.getLogger(__name__)
 _TIMED_ROWS = (1, 2, 4, 8)
-
-
-class Ticket:
-    """A submitted request, as its sender holds it."""
-
-    __slots__ = ("_notice", "cancelled", "request", "sink")
-
-    def __init__(self, request: Request, sink: Sink, notice: threading.Event) -> None:
-        self.request = request
-        self.sink = sink
-        self.cancelled = False
-        self._notice = notice
-
-    def cancel(self) -> None:
-        """End this request alone, with Done(reason="cancel"), within one step. Any thread, any number of times."""
-        self.cancelled = True
-        self._notice.set()
-
-    def send(self, event: Event) -> None:
-        """Give `event` to the sink; a sink that fails cancels its own request and harms nobody else."""
-        try:
-            self.sink(event)
-        except Exception:
-            log.exception("the receiver of a request's events failed; the request is cancelled")
-            self.cancel()
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """A running request and its share of the step."""
-
-    ticket: Ticket
-    generation: Generation
-    rows: int = 0  # rows in this step
-    draws: list[Draw] = field(default_factory=list)  # of this step, for the last len(draws) rows
+_PAUSE = 0.2  # of a step: how long a device that feeds is idle if the host awaits its tokens before the next step
 
 
 @dataclass(slots=True)
@@ -108,15 +81,16 @@ class Scheduler:
         if backend.max_rows < backend.slots:
             raise ValueError(f"the backend takes {backend.max_rows} rows a step, fewer than its {backend.slots} slots")
         self._backend, self._clock = backend, clock
-        self._model = Model(backend.vocab, eos, draft)
+        self._model = Model(backend.vocab, eos, draft, _PAUSE if backend.feeds else 0.0)
         self._chunk = chunk
         self._queue = queue
         self._slots = Slots(backend.slots)
         self._positions: Int32 = np.arange(backend.context + DRAFT_MAX + 1, dtype=np.int32)
         self._times = StepTimes(backend.max_rows)
-        self._settled = True  # nothing of the step before is still being computed
-        self._runs: list[_Run] = []
-        self._step_runs: list[_Run] = []  # the runs with rows in this step
+        self._pipeline = Pipeline(backend, clock)
+        self._runs: list[Run] = []
+        self._step_runs: list[Run] = []  # those that a fault would hit, besides the ones with rows under way
+        self._turn = 0  # of the prompts, when there are fewer rows than prompts
         self._waiting: deque[Ticket] = deque()
         self._unfinished = 0  # waiting and running; guarded by _wake like _waiting and _closing
         self._wake = threading.Condition()
@@ -137,10 +111,9 @@ class Scheduler:
         most = min(self._backend.max_rows, self._backend.context)
         zeros, draw = np.zeros(DRAFT_MAX + 1, np.int32), Draw(GenParams(), 1, np.empty(0, np.int32))
         for rows in [rows for rows in (*_TIMED_ROWS, *_TIMED_ROWS) if rows <= most]:  # the first round warms up
-            begin = self._clock()
-            self._backend.forward(Rows(zeros[:rows], self._positions[:rows], zeros[:rows], self._positions[:rows]))
-            self._backend.choose([draw] * rows)
-            self._times.record(rows, self._clock() - begin)
+            positions = self._positions[:rows]
+            self._pipeline.queue(Rows(zeros[:rows], positions, zeros[:rows], positions), draws=[draw] * rows)
+            self._times.record(rows, self._pipeline.take().seconds)
 
     def close(self) -> None:
         """End running and waiting requests with Done(reason="cancel") and join the thread; the backend stays open."""
@@ -197,17 +170,18 @@ class Scheduler:
             self._step_runs = self._runs
             try:
                 self._admit()
-                if self._runs:
+                if self._runs or self._pipeline:
                     self._step()
             except Exception as error:
                 log.exception("a step failed")
                 self._fail(f"{type(error).__name__}: {error}")
         self._cancel_all()
+        self._pipeline.abandon()
 
     def _wait(self) -> bool:
         """Sleep while there is nothing to do; False once the scheduler closes."""
         with self._wake:
-            while not (self._runs or self._waiting or self._closing):
+            while not (self._runs or self._pipeline or self._waiting or self._closing):
                 self._wake.wait()
             return not self._closing
 
@@ -242,26 +216,63 @@ class Scheduler:
             self._last(ticket, Failed("INTERNAL", f"{type(error).__name__}: {error}"))
             return
         generation.take(self._slots)
-        self._runs.append(_Run(ticket, generation))
+        self._runs.append(Run(ticket, generation))
         if generation.reused:
             self._counters.reused_tokens += generation.reused
             ticket.send(Reused(generation.reused))
 
     def _step(self) -> None:
-        runs = self._step_runs = self._plan()
-        rows = self._gather(runs)
-        draws = [draw for run in runs for draw in run.draws]
-        begin = self._clock()
-        self._backend.forward(rows)
-        choices = self._backend.choose(draws) if draws else []
-        now = self._clock()
-        if len(choices) != len(draws):
-            raise RuntimeError(f"the backend made {len(choices)} choices for {len(draws)} draws")
-        self._count(len(rows), len(draws), now - begin)
+        """Queue a step, and take the oldest one as soon as enough are under way."""
+        if self._pipeline and not self._may_go_ahead():
+            self._take()
+            return  # what is known now may end requests, and gives drafts
+        shares = self._plan()
+        if shares:
+            self._step_runs = [share.run for share in shares]
+            self._pipeline.queue(gather(shares, self._positions), shares)
+            self._note(shares)
+        if not shares or len(self._pipeline) == self._pipeline.depth:
+            self._take()
+
+    def _may_go_ahead(self) -> bool:
+        """True if the next step can be laid out before the tokens of the one under way are known, and that pays.
+
+        With drafts under way it cannot: what comes next depends on how many are accepted.
+        """
+        shares = self._pipeline.newest.shares
+        if any(len(share.draws) > 1 for share in shares):
+            return False
+        windows = [share.run.generation for share in shares if share.draws]
+        reading = sum([run.generation.to_read for run in self._runs])
+        rows = min(len(windows) + min(self._chunk, reading), self._backend.max_rows)  # of the next step without drafts
+        gain = 0.0
+        for generation in windows:
+            generation.index()
+            gain += generation.foresee(self._backend.max_rows - rows, len(windows), self._times.cost, rows)
+        return gain <= self._model.pause * len(windows)
+
+    @staticmethod
+    def _note(shares: Sequence[Share]) -> None:
+        """Tell each request what is under way: its rows, and which wanted row of the step gives its next token."""
+        wanted = 0
+        for share in shares:
+            share.run.last = share
+            share.run.generation.sent(share.rows, wanted if len(share.draws) == 1 else None)
+            wanted += len(share.draws)
+
+    def _take(self) -> None:
+        """Wait for the oldest step and hand out what came of it."""
+        done = self._pipeline.take()
+        step = done.step
+        self._step_runs = [share.run for share in step.shares]
+        self._count(step.rows, len(step.draws), done.seconds)
         at = 0
-        for run in runs:
-            wanted = len(run.draws)
-            self._accept(run, choices[at : at + wanted], now)
+        for share in step.shares:
+            run, wanted = share.run, len(share.draws)
+            if not run.ended:
+                if run.last is share:
+                    run.generation.landed()
+                self._accept(share, done.choices[at : at + wanted], done.now)
             at += wanted
 
     def _count(self, rows: int, wanted: int, seconds: float) -> None:
@@ -269,75 +280,59 @@ class Scheduler:
         counters.steps += 1
         counters.rows += rows
         counters.busy_s += seconds
-        # A device may come back from a step that wants no logits before it is done; the next one then waits for both.
-        alone, self._settled = self._settled, wanted > 0
         small = rows <= 16 and wanted < rows  # a few prompt rows without logits would make small windows look cheap
-        if alone and wanted and not small:
+        if wanted and not small:
             self._times.record(rows, seconds)
 
-    def _plan(self) -> list[_Run]:
-        """Decide on every run's rows and draws; returns the runs that have rows, windows first."""
-        windows = [run for run in self._runs if not run.generation.reading]
-        prompts = [run for run in self._runs if run.generation.reading]
+    def _plan(self) -> list[Share]:
+        """Every request's rows and draws in the next step, windows first."""
+        windows = [run for run in self._runs if not run.generation.to_read and not run.generation.complete]
+        prompts = [run for run in self._runs if run.generation.to_read]
         room = self._backend.max_rows - len(windows)
+        shares: list[Share] = []
         if prompts:
-            wants = [run.generation.pending for run in prompts]
-            for run, rows in zip(prompts, share(min(self._chunk, room), wants, self._counters.steps), strict=True):
-                self._plan_prompt(run, rows)
-                room -= rows
-        self._plan_windows(windows, room)
-        return windows + [run for run in prompts if run.rows]
+            self._turn += 1
+            wants = [run.generation.to_read for run in prompts]
+            rows = share_out(min(self._chunk, room), wants, self._turn)
+            shares = [self._plan_prompt(run, count) for run, count in zip(prompts, rows, strict=True) if count]
+            room -= sum(rows)
+        return self._plan_windows(windows, room) + shares
 
     @staticmethod
-    def _plan_prompt(run: _Run, rows: int) -> None:
+    def _plan_prompt(run: Run, rows: int) -> Share:
         generation = run.generation
-        run.rows = rows
-        last = rows == generation.pending and run.ticket.request.max_new > 0
-        run.draws = generation.draws() if last else []
+        last = rows == generation.to_read and run.ticket.request.max_new > 0
         generation.index()
+        return Share(run, rows, generation.draws() if last else [])
 
-    def _plan_windows(self, windows: Sequence[_Run], room: int) -> None:
+    def _plan_windows(self, windows: Sequence[Run], room: int) -> list[Share]:
         cost = self._times.cost
         total = self._backend.max_rows - room  # rows of the step without drafts
         tokens = float(len(windows))
+        shares = []
         for run in windows:
             generation = run.generation
-            generation.index()
-            tokens += generation.offer(room, tokens, cost, total)
-            room -= generation.drafts
-            total += generation.drafts
-            run.rows = 1 + generation.drafts
-            run.draws = generation.draws()
+            if not self._pipeline:  # else the last token is not known, and nothing can be looked up
+                generation.index()
+                tokens += generation.offer(room, tokens, cost, total)
+                room -= generation.drafts
+                total += generation.drafts
+            shares.append(Share(run, 1 + generation.drafts, generation.draws()))
+        return shares
 
-    def _gather(self, runs: Sequence[_Run]) -> Rows:
-        total = sum([run.rows for run in runs])
-        slot, position, token = np.empty(total, np.int32), np.empty(total, np.int32), np.empty(total, np.int32)
-        wanted: list[int] = []
-        at = 0
-        for run in runs:
-            generation, end = run.generation, at + run.rows
-            first = generation.cells
-            slot[at:end] = generation.slot.index
-            position[at:end] = self._positions[first : first + run.rows]
-            token[at:end] = generation.tokens[first : first + run.rows]
-            if run.draws:
-                wanted.extend(range(end - len(run.draws), end))
-            at = end
-        return Rows(slot, position, token, np.array(wanted, np.int32))
-
-    def _accept(self, run: _Run, choices: Sequence[Choice], now: float) -> None:
+    def _accept(self, share: Share, choices: Sequence[Choice], now: float) -> None:
         """Take one run's share of a step: the chunk that was read, then the target's tokens while drafts agree."""
-        ticket, generation = run.ticket, run.generation
+        run, ticket, generation = share.run, share.run.ticket, share.run.generation
         if generation.reading:
-            self._counters.prompt_tokens += run.rows
-            ticket.send(generation.read(run.rows, now))
+            self._counters.prompt_tokens += share.rows
+            ticket.send(generation.read(share.rows, now))
             if not generation.reading and not ticket.request.max_new:
                 self._end(run, "length")
                 return
         if choices:
             self._emit(run, choices)
 
-    def _emit(self, run: _Run, choices: Sequence[Choice]) -> None:
+    def _emit(self, run: Run, choices: Sequence[Choice]) -> None:
         ticket, generation, send = run.ticket, run.generation, run.ticket.send
         reason: Reason | None = None
         begin, drafts = generation.size, len(choices) - 1
@@ -360,7 +355,7 @@ class Scheduler:
         if reason or ticket.cancelled:
             self._end(run, reason or "cancel")
 
-    def _end(self, run: _Run, reason: Reason) -> None:
+    def _end(self, run: Run, reason: Reason) -> None:
         self._leave(run)
         self._slots.give_back(run.generation.slot, run.generation.record)
         self._last(run.ticket, run.generation.done(reason, self._clock()))
@@ -381,12 +376,14 @@ class Scheduler:
             self._unfinished -= 1
         ticket.send(event)
 
-    def _leave(self, run: _Run) -> None:
+    def _leave(self, run: Run) -> None:
+        run.ended = True
         self._runs = [other for other in self._runs if other is not run]
 
     def _fail(self, text: str) -> None:
         """The step broke: its requests end, and what their cells hold is not trusted any more."""
-        for run in [run for run in self._step_runs if run in self._runs]:
+        hit = [*self._step_runs, *self._pipeline.abandon()]
+        for run in [run for run in self._runs if run in hit]:
             self._leave(run)
             self._slots.drop(run.generation.slot)
             self._last(run.ticket, Failed("INTERNAL", text))
@@ -398,7 +395,7 @@ class Scheduler:
             self._end_waiting(self._waiting.popleft())
 
 
-def share(budget: int, wants: Sequence[int], turn: int) -> list[int]:
+def share_out(budget: int, wants: Sequence[int], turn: int) -> list[int]:
     """Split `budget` rows fairly: equal shares, and what a short want leaves goes to the others.
 
     With fewer rows than wants, one each, beginning with another want every `turn`.

@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strata_engine.backends.cuda.inputs import MAX_ROWS, Layout, bucket_of, pack, query_tiles
+from strata_engine.backends.cuda.inputs import (
+    CHAINED,
+    HEADER,
+    MAX_ROWS,
+    MOST_WORDS,
+    PLACE,
+    Layout,
+    bucket_of,
+    pack,
+    query_tiles,
+)
 from strata_engine.backends.cuda.plan import slices_of
 from strata_engine.rows import Rows
 
@@ -35,23 +45,29 @@ def test_rows_past_the_last_are_padding() -> None:
     layout = Layout(4, 5, slots=2)
     out = np.full(layout.words, 77, np.int32)
     pages = np.arange(8, dtype=np.int32).reshape(2, 4)
-    pack(Rows(ints(1, 1, 1), ints(63, 64, 65), ints(10, 11, 12), ints(2)), layout, pages, out)
+    pack(Rows(ints(1, 1, 1), ints(63, 64, 65), ints(10, 11, -3), ints(2)), layout, pages, out, 512, True)
 
     def part(name: str, count: int) -> list[int]:
         return out[layout.offset(name) // 4 :][:count].tolist()
 
     assert part("wanted", 2) == [2, 0]
-    assert part("token", 4) == [10, 11, 12, 0]
+    assert part("token", 4) == [10, 11, -3, 0]
+    assert (out[PLACE], out[CHAINED]) == (512, 1)
     assert part("position", 4) == [63, 64, 65, -1]
     assert part("cell", 3) == [4 * 64 + 63, 5 * 64, 5 * 64 + 1]
     assert part("tiles", 4) == [0, 3, 0, 0]
     assert not (out == 77).any()
 
 
+def test_the_largest_step_ends_where_the_requests_may_begin() -> None:
+    assert max(Layout(MAX_ROWS, 1, slots).words for slots in (1, 64, 512)) == MOST_WORDS
+
+
 def test_parts_do_not_overlap() -> None:
     layout = Layout(16, 4, slots=8)
     starts = [layout.offset(name) // 4 for name in ("wanted", "token", "position", "cell", "slot", "tiles")]
-    assert np.diff(starts).tolist() == [MAX_ROWS, 16, 16, 16, 16]
+    assert starts[0] == HEADER and np.diff(starts).tolist() == [MAX_ROWS, 16, 16, 16, 16]
+    assert layout.words % 4 == 0 and layout.words - starts[-1] >= 2 * layout.most_tiles
 
 
 @pytest.mark.parametrize("tiles, units", [(60, 9), (36, 24), (192, 32), (256, 224), (8016, 64), (17, 1)])
@@ -70,7 +86,7 @@ def test_the_packed_tiles_are_those_of_the_twin(seed: int) -> None:
     pages = rng.permutation(12).astype(np.int32).reshape(6, 2)
     pack(Rows(slot, position, position + 100, ints(0)), layout, pages, out)
     tiles = query_tiles(slot, position, layout.tile_rows)
-    packed = out[layout.offset("tiles") // 4 :].reshape(-1, 2)
+    packed = out[layout.offset("tiles") // 4 :][: 2 * layout.most_tiles].reshape(-1, 2)
     assert np.array_equal(packed[: len(tiles)], tiles) and not packed[len(tiles) :].any()
     cells = out[layout.offset("cell") // 4 :][: len(slot)]
     assert np.array_equal(cells, pages[slot, position // 64] * 64 + position % 64)

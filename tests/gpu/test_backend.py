@@ -150,6 +150,76 @@ def test_draws_of_one_step_do_not_stay_for_the_next(backend) -> None:
         assert chosen == right
 
 
+def decoded(backend, fed: bool, steps: int = 30) -> list[list[Choice]]:
+    """What eight requests of all kinds choose, each from its own prompt, in another order of rows in every step.
+
+    fed: the host takes a step's choices after it has queued the next.
+    """
+    slots, kinds = 8, [window_draws(kind)[0].params for kind in range(5)]
+    texts = [tokens()[slot : slot + 20].tolist() for slot in range(slots)]
+    choices: list[list[Choice]] = [[] for _ in range(slots)]
+    under_way: list[np.ndarray] = []
+
+    def take() -> None:
+        for slot, choice in zip(under_way.pop(0), backend.take(), strict=True):
+            choices[slot].append(choice)
+            texts[slot][20 + len(choices[slot]) - 1] = choice.token
+
+    def draw(slot: int, step: int) -> Draw:
+        params = kinds[slot % len(kinds)]
+        return Draw(params, step, np.array(texts[slot][-params.penalty_last_n :] if params.penalised else [], np.int32))
+
+    for slot in range(slots):
+        text = np.array(texts[slot][:-1], np.int32)
+        where = np.arange(len(text), dtype=np.int32)
+        backend.forward(Rows(np.full(len(text), slot, np.int32), where, text, where[:0]))
+    for step in range(steps):
+        order = np.roll(np.arange(slots, dtype=np.int32), 3 * step)
+        token = np.array([texts[slot][-1] for slot in order], np.int32)
+        draws = [draw(slot, step) for slot in order]
+        backend.queue(Rows(order, np.full(slots, 19 + step, np.int32), token, np.arange(slots, dtype=np.int32)), draws)
+        under_way.append(order)
+        for row, slot in enumerate(order):
+            texts[slot].append(-1 - row)
+        if len(under_way) == 2 or not fed:
+            take()
+    while under_way:
+        take()
+    return choices
+
+
+def test_tokens_fed_on_the_device_are_those_the_host_would_send(backend) -> None:
+    fed, sent = decoded(backend, True), decoded(backend, False)
+    assert fed == sent
+    assert len({choice.token for row in fed for choice in row}) > 20
+
+
+def test_fed_rows_beside_a_prompt(backend) -> None:
+    """Steps that are not all wanted are several graphs."""
+    nothing = np.empty(0, np.int32)
+    for params in (GenParams(), GenParams(temperature=1.0, seed=3, penalty_present=1.0, logprobs=1)):
+
+        def run(fed: bool, params: GenParams = params) -> list[Choice]:
+            history = tokens()[:20] if params.penalised else nothing
+            backend.forward(rows(0, 0, 19))
+            backend.queue(rows(0, 19, 20), [Draw(params, 0, history)])
+            first = [] if fed else backend.take()
+            token = -1 if fed else first[0].token
+            part = rows(1, 0, 40)
+            both = Rows(
+                np.concatenate([np.zeros(1, np.int32), part.slot]),
+                np.concatenate([np.full(1, 20, np.int32), part.position]),
+                np.concatenate([np.full(1, token, np.int32), part.token]),
+                np.array([0, 40], np.int32),
+            )
+            history = np.append(history, np.int32(token)) if params.penalised else nothing
+            draws = [Draw(params, 1, history), Draw(GenParams(), 0, nothing)]
+            backend.queue(both, draws)
+            return (backend.take() if fed else first) + backend.take()
+
+        assert run(True) == run(False)
+
+
 def test_a_step_without_wanted_rows(backend) -> None:
     backend.forward(Rows(*(np.zeros(1, np.int32) for _ in range(3)), np.empty(0, np.int32)))
     assert backend.choose([]) == []

@@ -17,13 +17,17 @@ _spec.loader.exec_module(_fake)
 from strata_engine.scheduler import Scheduler  # noqa: E402
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Scheduler]]:
-    """Start a scheduler on a fake backend, with that backend's clock; closed after the test."""
+@pytest.fixture(params=["waits", "feeds"])
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Scheduler]]:
+    """Start a scheduler on a fake backend, with that backend's clock; closed after the test.
+
+    Once as the backend is, once made into one that feeds.
+    """
     running: list[Scheduler] = []
 
     def build(backend, *, eos=frozenset(), run=True, **options) -> Scheduler:
-        scheduler = Scheduler(backend, eos=frozenset(eos), clock=backend.clock, **options)
+        device = _fake.Fed(backend) if request.param == "feeds" else backend
+        scheduler = Scheduler(device, eos=frozenset(eos), clock=backend.clock, **options)
         running.append(scheduler)
         if run:
             scheduler.start()

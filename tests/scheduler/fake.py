@@ -7,7 +7,9 @@ what a request has to answer, one token at a time, without a scheduler.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +62,7 @@ class Clock:
 class FakeBackend:
     """See the module. `rule(cells)` replaces the hash of a row; a step takes `cost(rows)` seconds of `clock`."""
 
-    device = "cpu"
+    device, feeds = "cpu", False
 
     def __init__(
         self,
@@ -105,6 +107,47 @@ class FakeBackend:
 
     def close(self) -> None:
         pass
+
+
+class Fed:
+    """A backend that feeds, made of one that does not: it computes at once, and its clock runs as a GPU's steps would.
+
+    A step begins when it is queued or when the one ahead is done, and `take` waits for its end.
+    """
+
+    feeds = True
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._free = 0.0  # when the last step that was queued is done
+        self._chosen: list[int] = []  # of that step
+        self.ahead = 0  # steps that were queued while another was under way
+        self._under_way: deque[tuple[list[Choice], float]] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def queue(self, rows: Rows, draws: Sequence[Draw]) -> None:
+        assert len(self._under_way) < 2
+
+        def resolved(tokens: np.ndarray) -> np.ndarray:
+            return np.array([token if token >= 0 else self._chosen[-1 - token] for token in tokens.tolist()], np.int32)
+
+        assert all((draw.history[:-1] >= 0).all() for draw in draws)
+        draws = [Draw(draw.params, draw.index, resolved(draw.history)) for draw in draws]
+        clock, begun = self._backend.clock, self._backend.clock.now
+        self._backend.forward(Rows(rows.slot.copy(), rows.position.copy(), resolved(rows.token), rows.wanted.copy()))
+        choices = self._backend.choose(draws) if draws else []
+        self._free = max(begun, self._free) + clock.now - begun
+        clock.now = begun
+        self._chosen = [choice.token for choice in choices]
+        self.ahead += len(self._under_way)
+        self._under_way.append((choices, self._free))
+
+    def take(self) -> list[Choice]:
+        choices, done = self._under_way.popleft()
+        self._backend.clock.now = max(self._backend.clock.now, done)
+        return choices
 
 
 def plain(request: Request, vocab: int = 4, eos: Iterable[int] = ()) -> list[int]:

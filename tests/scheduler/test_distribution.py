@@ -34,7 +34,7 @@ def table() -> Float32:
 class MarkovBackend:
     """A backend whose logits follow from the last token alone, with the real sampler."""
 
-    device, vocab, context, slots, max_rows = "cpu", VOCAB, 64, 1, 512
+    device, feeds, vocab, context, slots, max_rows = "cpu", False, VOCAB, 64, 1, 512
 
     def __init__(self) -> None:
         self.clock = Clock()

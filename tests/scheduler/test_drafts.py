@@ -130,28 +130,12 @@ def test_windows_timed_before_the_start_price_the_first_drafts(start):
     assert cost[1:5] == pytest.approx([1.0] * 4) and cost[8] == pytest.approx(2.0)
 
 
-class Queueing(FakeBackend):
-    """Comes back from `forward` at once, as a GPU does; `choose` waits for all that is queued."""
-
-    queued = 0.0
-
-    def forward(self, rows):
-        begin = self.clock.now
-        super().forward(rows)
-        self.queued += self.clock.now - begin
-        self.clock.now = begin
-
-    def choose(self, draws):
-        self.clock.now += self.queued
-        self.queued = 0.0
-        return super().choose(draws)
-
-
-def test_steps_that_are_only_queued_price_nothing(start):
-    scheduler = start(Queueing(cost=lambda rows: 1.0 + 0.1 * rows), chunk=64)
+def test_every_step_is_priced_at_what_it_takes(start):
+    """Also where it was queued behind another one."""
+    scheduler = start(FakeBackend(cost=lambda rows: 1.0 + 0.1 * rows), chunk=64)
     ask(scheduler, request(random_prompt(1, 640), 20, draft=0)).done()
     assert scheduler._times.cost[1] == pytest.approx(1.1)
-    assert scheduler._times.cost[64] < 20
+    assert scheduler._times.cost[64] == pytest.approx(7.4)
 
 
 def test_timing_windows_leaves_no_trace(start):

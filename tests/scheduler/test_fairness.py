@@ -6,7 +6,7 @@ import pytest
 from scheduler_fake import FakeBackend, ask, random_prompt, request
 
 from strata_engine.request import PromptProgress
-from strata_engine.scheduler import share
+from strata_engine.scheduler import share_out
 
 
 def test_a_long_prompt_does_not_hold_up_a_decoding_request(start):
@@ -54,9 +54,9 @@ def test_drafts_leave_room_for_prompts(start):
     ],
 )
 def test_shares_are_even_and_what_is_left_goes_round(budget, wants, right):
-    assert share(budget, wants, 0) == right
+    assert share_out(budget, wants, 0) == right
 
 
 def test_too_few_rows_for_all_go_round_in_turn():
-    totals = [sum(column) for column in zip(*(share(2, [99] * 5, turn) for turn in range(5)), strict=True)]
+    totals = [sum(column) for column in zip(*(share_out(2, [99] * 5, turn) for turn in range(5)), strict=True)]
     assert totals == [2, 2, 2, 2, 2]

@@ -20,6 +20,7 @@ class Backend(Protocol):
     context: int  # cells a slot: positions 0..context-1
     slots: int
     max_rows: int  # most rows a step
+    feeds: bool  # True: it is a `Feeding`
     chunk: int  # prompt rows a step that read fast and yet keep other requests' tokens flowing
 
     def forward(self, rows: Rows) -> None:
@@ -35,3 +36,21 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give memory and threads back. No call may follow."""
+
+
+class Feeding(Backend, Protocol):
+    """A backend on which a step can be queued before the choices of the one ahead are taken.
+
+    Its rows, and the last token of its penalty windows, may then be tokens that the host does not know yet: -1 - i
+    stands for the choice for wanted row i of the step ahead.
+    """
+
+    def queue(self, rows: Rows, draws: Sequence[Draw]) -> None:
+        """Begin a step: the forward over `rows`, a choice by each of `draws`, one a wanted row. Does not wait.
+
+        At most two steps may be under way. Draws and rows are read before this returns.
+        """
+
+    def take(self) -> list[Choice]:
+        """Wait for the oldest step under way; its choices."""
+        ...

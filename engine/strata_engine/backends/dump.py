@@ -12,7 +12,12 @@ VARIABLE = "STRATA_DUMP_FIRST_LOGITS"
 
 
 class FirstLogitsDump:
-    """A backend that appends the raw logits of each request's first token to `path`: float32 [requests, vocab]."""
+    """A backend that appends the raw logits of each request's first token to `path`: float32 [requests, vocab].
+
+    It waits for every step, so that the logits are still there.
+    """
+
+    feeds = False
 
     def __init__(self, backend: Backend, path: str) -> None:
         self._backend = backend

@@ -16,7 +16,7 @@ from ..params import LOGPROBS_MAX
 from ..rows import Choice, Draw, Float32, Int32
 from .host import Packer
 from .kernels import KERNELS, kernel_spec
-from .tables import CAPACITY, ENTRIES, HEAD, LISTS, MAX_BLOCKS, Outcome, Requests, Scratch, Shape
+from .tables import CAPACITY, ENTRIES, HEAD, LISTS, MAX_BLOCKS, WINDOW_WORDS, Outcome, Requests, Scratch, Shape
 
 TURNS = 2  # steps whose choices are kept apart
 
@@ -29,6 +29,11 @@ def shape_of(vocab: int) -> Shape:
 def sampler_specs(vocab: int) -> list[KernelSpec]:
     """Every kernel that a CudaSampler loads, for compiling them beside others."""
     return [kernel_spec(name, shape_of(vocab)) for name in KERNELS]
+
+
+def request_words(vocab: int, rows: int) -> int:
+    """The most 32-bit words that `CudaSampler.pack` writes for `rows` rows."""
+    return rows * (shape_of(vocab).stride(vocab) + WINDOW_WORDS)
 
 
 class CudaSampler:

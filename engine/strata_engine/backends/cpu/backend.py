@@ -28,6 +28,7 @@ class CpuBackend:
     """backends.base.Backend on numba CPU kernels. KV cells are float32 (`kv="f32"`) or IEEE halves (`"f16"`)."""
 
     device = "cpu"
+    feeds = False
     chunk = 64
 
     def __init__(

@@ -1,4 +1,9 @@
-"""The CUDA backend: loads a model, captures a graph a row bucket, replays one a step."""
+"""The CUDA backend: loads a model, captures graphs for each row bucket, replays one a step.
+
+A step whose rows are all wanted, as when requests decode, is one graph: layers, head, choice. Steps that read prompts
+are two or three. While one step runs the next is queued (base.Feeding): its tokens come from the device's `chosen`, its
+inputs and results have a turn of their own in the host's memory.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,22 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...progress import Progress
 from ...rows import Choice, Draw, Float32, Rows
-from ...sampling.cuda import CudaSampler, sampler_specs
+from ...sampling.cuda import TURNS, CudaSampler, request_words, sampler_specs
 from ...sampling.host import is_plain
 from .device import Device, DeviceError, Graph, build_missing
 from .forward import Forward, Layer, Sizes, page_table
-from .inputs import BUCKETS, MAX_ROWS, bucket_of, pack
+from .inputs import BUCKETS, MAX_ROWS, MOST_WORDS, bucket_of, pack
 from .linear import Linear
 from .plan import AttentionPlan
 from .weights import Arranged, arranged, encode, gated_matrix, heads_matrices, upload
@@ -29,14 +35,27 @@ if TYPE_CHECKING:
     from ...model import Model
 
 log = logging.getLogger(__name__)
-RING = 4  # steps whose inputs may wait for the device
+WHOLE_ROWS = 64  # up to here a step whose rows are all wanted is one graph
+WINDOW = 8  # most rows a request decodes with
 RESERVE = 512 << 20  # bytes left for the driver, graphs, kernels and the sampler
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A step under way."""
+
+    turn: int
+    rows: int
+    wanted: int
+    draws: Sequence[Draw]
+    chained: bool  # the sampling chain chooses
+
+
 class CudaBackend:
-    """backends.base.Backend on one NVIDIA GPU. Cells are halves (`kv="f16"`) or two halves each (`"f32"`)."""
+    """backends.base.Feeding on one NVIDIA GPU. Cells are halves (`kv="f16"`) or two halves each (`"f32"`)."""
 
     device = "cuda"
+    feeds = True
     chunk = MAX_ROWS
 
     def __init__(
@@ -47,15 +66,19 @@ class CudaBackend:
         self._thread = threading.get_ident()  # the one on which the device is current
         self._sizes = Sizes(model.geometry, context, slots, max_rows, {"f16": 1, "f32": 2}[kv])
         self._check_memory(model)
-        self._choice = self._device.pinned(max_rows)
-        self._forward = load_forward(self._device, model, self._sizes, self._choice.ctypes.data, progress)
+        self._choices = self._device.pinned(TURNS * max_rows).reshape(TURNS, max_rows)
+        words = MOST_WORDS + request_words(model.vocab, max_rows)
+        self._forward = load_forward(self._device, model, self._sizes, 4 * words, self._choices.ctypes.data, progress)
         self._compile(progress)
         self._pages = page_table(self._sizes)
         self._layouts = {bucket: self._forward.layout(bucket) for bucket in BUCKETS if bucket <= max_rows}
         self._graphs: dict[tuple[str, int], Graph] = {}
-        self._ring = [self._device.pinned(self._forward.inputs.size // 4) for _ in range(RING)]
+        self._inputs = [self._device.pinned(words) for _ in range(TURNS)]
+        self._done = [self._device.flag() for _ in range(TURNS)]
         self._sampler = self._open_sampler()
-        self._step = self._wanted = 0
+        self._steps = 0
+        self._under_way: deque[_Queued] = deque()
+        self._last = _Queued(0, 0, 0, (), False)
         self._capture(progress)
 
     # -- start
@@ -94,72 +117,133 @@ class CudaBackend:
 
     def _capture(self, progress: Progress) -> None:
         """Capture every graph, so that no request waits for one; then run the smallest once."""
-        buckets = [bucket for bucket in BUCKETS if bucket <= self.max_rows]
-        sampler, logits = self._sampler, self._forward.buffers["logits"]
-        chain = partial(sampler.capture, logits, requests=sampler.requests, chosen=sampler.chosen)
-        with progress.stage("capturing graphs", total=3 * len(buckets)) as stage:
-            for bucket in buckets:
-                for name, queue in (
-                    ("layers", self._forward.layers),
-                    ("logits", self._forward.logits),
-                    ("chain", chain),
-                ):
-                    with self._device.capture() as graph:
-                        queue(bucket)
-                    self._graphs[name, bucket] = graph
-                stage.advance(3, f"{bucket} rows")
+        captured = dict(self._graph_parts())
+        with progress.stage("capturing graphs", total=len(captured)) as stage:
+            for (name, bucket), parts in captured.items():
+                with self._device.capture() as graph:
+                    for part in parts:
+                        part(bucket)
+                self._graphs[name, bucket] = graph
+                stage.advance(1, f"{bucket} rows")
         zero = np.zeros(1, np.int32)
         self.forward(Rows(zero, zero, zero, zero))
         self._device.synchronize()
 
+    def _graph_parts(self) -> Iterator[tuple[tuple[str, int], Sequence[Callable[[int], None]]]]:
+        """(name, bucket) and what is queued for it, of every graph."""
+        run = self._forward
+        for bucket, layout in self._layouts.items():
+            yield ("layers", bucket), (run.layers,)
+            yield ("head", bucket), (run.logits, run.arg_max)
+            yield ("chain", bucket), (self._chain_at(MOST_WORDS),)
+            if bucket <= min(WHOLE_ROWS, bucket_of(min(self.max_rows, WINDOW * self.slots))):
+                yield ("greedy", bucket), (run.layers, run.logits, run.arg_max)
+                yield ("chained", bucket), (run.layers, run.logits, self._chain_at(layout.words))
+
+    def _chain_at(self, word: int) -> Callable[[int], None]:
+        """What queues the sampling chain for a number of rows, its requests at a word of the inputs."""
+        run = self._forward
+        logits, requests = run.buffers["logits"], run.inputs.at(4 * word)
+        return lambda rows: self._sampler.capture(logits, rows, requests, run.chosen)
+
     # -- a step
 
-    def forward(self, rows: Rows) -> None:
-        """Queue a step; returns before it is done."""
-        if self._thread != (thread := threading.get_ident()):  # loading and steps have a thread each
-            self._device.use()
-            self._thread = thread
-        layout = self._layouts[bucket_of(len(rows))]
-        if self._step % RING == 0:
-            self._wait()  # the oldest inputs are about to be overwritten
-        inputs = self._ring[self._step % RING][: layout.words]
-        self._step += 1
-        pack(rows, layout, self._pages, inputs)
-        self._wanted = len(rows.wanted)
+    def queue(self, rows: Rows, draws: Sequence[Draw]) -> None:
+        """Begin a step; see base.Feeding."""
+        if len(self._under_way) >= TURNS:
+            raise RuntimeError(f"{TURNS} steps are under way")
+        self._under_way.append(self._queue(rows, draws))
+
+    def _queue(self, rows: Rows, draws: Sequence[Draw]) -> _Queued:
+        self._use_here()
+        step = _Queued(self._steps % TURNS, len(rows), len(rows.wanted), draws, not is_plain(draws))
+        self._steps += 1
         with ending_on_faults():
-            self._device.copy_in(self._forward.inputs, inputs)
-            self._graphs["layers", layout.bucket].launch()
-            if self._wanted:
-                self._graphs["logits", bucket_of(self._wanted)].launch()
+            self._device.wait_for(self._done[step.turn])  # only where its choices were not taken
+            name, words = self._pack(rows, step)
+            self._device.copy_in(self._forward.inputs, self._inputs[step.turn][:words])
+            for graph in self._graphs_of(step, name):
+                graph.launch()
+            self._device.raise_flag(self._done[step.turn])
+        self._last = step
+        return step
+
+    def _pack(self, rows: Rows, step: _Queued) -> tuple[str, int]:
+        """Write the step's inputs; the name of the graph that is the whole step, if one is, and how many words."""
+        layout, words = self._layouts[bucket_of(step.rows)], self._inputs[step.turn]
+        name = ("chained" if step.chained else "greedy") if step.wanted == step.rows else ""
+        if (name, layout.bucket) not in self._graphs:
+            name = ""
+        pack(rows, layout, self._pages, words[: layout.words], step.turn * self.max_rows, step.chained)
+        if not step.chained:
+            return name, layout.words
+        return name, self._pack_requests(step, layout.words if name else MOST_WORDS)
+
+    def _pack_requests(self, step: _Queued, word: int) -> int:
+        """Write what the chain reads from a word of the inputs on; the word behind it."""
+        words = self._inputs[step.turn][word:]
+        return word + self._sampler.pack(step.draws, bucket_of(step.wanted), words, step.turn)
+
+    def _graphs_of(self, step: _Queued, name: str) -> Iterator[Graph]:
+        bucket = bucket_of(step.rows)
+        if name:
+            yield self._graphs[name, bucket]
+            return
+        yield self._graphs["layers", bucket]
+        if step.wanted:
+            yield self._graphs["head", bucket_of(step.wanted)]
+        if step.chained:
+            yield self._graphs["chain", bucket_of(step.wanted)]
+
+    def take(self) -> list[Choice]:
+        """Wait for the oldest step under way; its choices."""
+        return self._result(self._under_way.popleft())
+
+    def _result(self, step: _Queued) -> list[Choice]:
+        with ending_on_faults():
+            self._device.wait_for(self._done[step.turn])
+        if step.chained:
+            return self._sampler.read(step.draws, step.turn)
+        return [Choice(token) for token in self._choices[step.turn, : step.wanted].tolist()]
+
+    def forward(self, rows: Rows) -> None:
+        """Queue a step without choosing; returns before it is done."""
+        self._queue(rows, ())
 
     def choose(self, draws: Sequence[Draw]) -> list[Choice]:
-        """Plain greedy rows take the arg-max that came with the logits; beside others, the chain's, which is the same.
-
-        The chain's graph follows the forward's in stream order, so parameters are packed while that still runs.
-        """
-        chain = not is_plain(draws)
-        if chain:
-            bucket = bucket_of(len(draws))
+        """Choices for the last `forward`. Where all rows are plain they came with it, else the chain runs now."""
+        step = replace(self._last, draws=draws, chained=not is_plain(draws))
+        if step.chained:
             with ending_on_faults():
-                self._sampler.stage(draws, bucket)
-                self._graphs["chain", bucket].launch()
-        self._wait()
-        if chain:
-            return self._sampler.read(draws)
-        return [Choice(token) for token in self._choice[: self._wanted].tolist()]
+                end = self._pack_requests(step, MOST_WORDS)
+                requests = self._inputs[step.turn][MOST_WORDS:end]
+                self._device.copy_in(self._forward.inputs, requests, 4 * MOST_WORDS)
+                self._graphs["chain", bucket_of(step.wanted)].launch()
+                self._device.raise_flag(self._done[step.turn])
+        return self._result(step)
+
+    def _use_here(self) -> None:
+        """Make the device current on this thread: loading and steps have a thread each."""
+        if self._thread != (thread := threading.get_ident()):
+            self._device.use()
+            self._thread = thread
 
     def logits(self) -> Float32:
-        """The logits of the wanted rows, a copy on the host."""
-        self._wait()
-        return self._device.read(self._forward.buffers["logits"], (self._wanted, self.vocab), np.float32)
-
-    def _wait(self) -> None:
+        """The logits of the last step's wanted rows, a copy on the host."""
         with ending_on_faults():
-            self._device.synchronize()
+            return self._device.read(self._forward.buffers["logits"], (self._last.wanted, self.vocab), np.float32)
 
     def copy_bandwidth(self) -> float:
         """Bytes a second read and written by a device-to-device copy, for benchmarks."""
         return self._device.copy_bandwidth()
+
+    def graph_ms(self, rows: int, chained: bool = False, repeats: int = 30) -> float:
+        """Milliseconds of the GPU alone for a step like the last one, of `rows` rows, all wanted; for benchmarks."""
+        graph = self._graphs["chained" if chained else "greedy", bucket_of(rows)]
+        start = self._device.event()
+        for _ in range(repeats):
+            graph.launch()
+        return self._device.elapsed_ms(start, self._device.event()) / repeats
 
     def close(self) -> None:
         self._device.close()
@@ -178,8 +262,11 @@ def ending_on_faults() -> Iterator[None]:
 # -- loading
 
 
-def load_forward(device: Device, model: Model, sizes: Sizes, choice: int, progress: Progress) -> Forward:
-    """Read, arrange and upload every tensor; allocate cells and buffers. `choice`: where arg-maxima go, host memory."""
+def load_forward(device: Device, model: Model, sizes: Sizes, inputs: int, choices: int, progress: Progress) -> Forward:
+    """Read, arrange and upload every tensor; allocate cells and buffers.
+
+    inputs: bytes of what a step is told; choices: where arg-maxima go, an address of the host's.
+    """
     g = model.geometry
 
     def linear(host: Arranged, epilogue: str) -> Linear:
@@ -220,12 +307,13 @@ def load_forward(device: Device, model: Model, sizes: Sizes, choice: int, progre
         rope=device.upload(np.stack([cosine, sine], axis=-1)),
         pages=device.upload(page_table(sizes)),
         identity=device.upload(np.arange(MAX_ROWS, dtype=np.int32)),
-        inputs=device.allocate(4 * (MAX_ROWS + 6 * MAX_ROWS)),
+        inputs=device.allocate(inputs),
+        chosen=device.allocate(4 * sizes.max_rows),
         buffers={name: device.allocate(size) for name, size in sizes.buffer_bytes().items()},
         scratch=device.allocate(tiles * g.heads * plan.scratch_bytes, zero=False),
         tickets=device.allocate(4 * MAX_ROWS * g.heads),
         attention=plan,
-        choice=choice,
+        choices=choices,
     )
 
 

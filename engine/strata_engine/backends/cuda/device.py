@@ -300,9 +300,9 @@ class Device:
         ctypes.memset(address, 0, size)
         return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int32)), (max(words, 1),))
 
-    def copy_in(self, buffer: Buffer, source: NDArray) -> None:
+    def copy_in(self, buffer: Buffer, source: NDArray, offset: int = 0) -> None:
         """Queue a copy from page-locked memory; captured if a graph is being captured."""
-        check(driver.cuMemcpyHtoDAsync(buffer.address, source.ctypes.data, source.nbytes, self.stream))
+        check(driver.cuMemcpyHtoDAsync(buffer.at(offset), source.ctypes.data, source.nbytes, self.stream))
 
     # -- kernels
 
@@ -370,6 +370,17 @@ class Device:
         event = check(driver.cuEventCreate(0))
         check(driver.cuEventRecord(event, self.stream))
         return event
+
+    def flag(self) -> Any:
+        """An event for `raise_flag` and `wait_for`; raised until it is first used."""
+        return check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    def raise_flag(self, flag: Any) -> None:
+        """Have `flag` raised once all that is queued so far is done."""
+        check(driver.cuEventRecord(flag, self.stream))
+
+    def wait_for(self, flag: Any) -> None:
+        check(driver.cuEventSynchronize(flag))
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         check(driver.cuEventSynchronize(end))

@@ -21,6 +21,7 @@ from .emit import (
     word_as_float,
 )
 from .epilogue import RESIDUAL, better, store_stream
+from .inputs import CHAINED, PLACE
 from .layout import Format
 
 ARGMAX_WARPS = 8
@@ -68,7 +69,8 @@ def _code_reader(form: Format) -> Any:
 def embed_kernel(form: Format) -> Any:
     """A kernel: one row of a lane order matrix a block -> the residual stream and the first norm's input.
 
-    Grid: rows; block: 256 threads, a pair of features each. `out`: epilogue.Residual. Twin: layout.restore.
+    A token below 0 is number -1 - token of `chosen`, what the step before chose. Grid: rows; block: 256 threads, a
+    pair of features each. `out`: epilogue.Residual. Twin: layout.restore.
     """
     read_code, read_scale = _code_reader(form), _scale_reader(form)
     scaled, offset, block = form.scale != "none", form.offset, form.block
@@ -86,12 +88,14 @@ def embed_kernel(form: Format) -> Any:
             return fma(scale, code, read_scale(scales, base, half_scales + index))
         return mul(scale, code)
 
-    def kernel(codes, scales, token, units, out):
+    def kernel(codes, scales, token, chosen, units, out):
         row = cuda.blockIdx.x
         thread = cuda.threadIdx.x
         let_next_start()
         wait_for_previous()
         feature = token[row]
+        if feature < 0:
+            feature = chosen[-1 - feature]
         g = feature % 16 // 2
         half = feature % 2
         tile_at = types.int64(feature // 16) * units
@@ -111,16 +115,17 @@ def embed_kernel(form: Format) -> Any:
     return kernel
 
 
-EMBED_SIGNATURE = types.void(U32Ptr, U32Ptr, I32Ptr, i32, RESIDUAL)
+EMBED_SIGNATURE = types.void(U32Ptr, U32Ptr, I32Ptr, I32Ptr, i32, RESIDUAL)
 
 
 def argmax_kernel() -> Any:
     """A kernel: the index of the largest logit of each row, from the largest of each tile (epilogue.Logits).
 
-    Ties go to the lowest index, NaN counts as -inf. Grid: rows; block: 256 threads. Twin: numpy.argmax.
+    Ties go to the lowest index, NaN counts as -inf. `choices`: the host's memory; `chosen`: for the next step, unless
+    the chain is to choose; `header`: of inputs.py. Grid: rows; block: 256 threads. Twin: numpy.argmax.
     """
 
-    def kernel(top, best, tiles, choice):
+    def kernel(top, best, tiles, header, chosen, choices):
         row = cuda.blockIdx.x
         thread = cuda.threadIdx.x
         values = cuda.shared.array(ARGMAX_WARPS, types.float32)
@@ -140,7 +145,9 @@ def argmax_kernel() -> Any:
             at = thread % ARGMAX_WARPS
             value, index = _best_of_warp(values[at], indexes[at])
             if thread == 0:
-                choice[row] = index
+                choices[header[PLACE] + row] = index
+                if header[CHAINED] == 0:
+                    chosen[row] = index
 
     return kernel
 
@@ -154,4 +161,4 @@ def _best_of_warp(value, index):
     return value, index
 
 
-ARGMAX_SIGNATURE = types.void(F32Ptr, I32Ptr, i32, I32Ptr)
+ARGMAX_SIGNATURE = types.void(F32Ptr, I32Ptr, i32, I32Ptr, I32Ptr, I32Ptr)

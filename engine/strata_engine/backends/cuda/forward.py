@@ -110,12 +110,13 @@ class Forward:
     rope: Buffer
     pages: Buffer
     identity: Buffer
-    inputs: Buffer
+    chosen: Buffer  # int32 [max_rows]: the newest step's choices
     buffers: dict[str, Buffer]
     scratch: Buffer
     tickets: Buffer
     attention: AttentionPlan
-    choice: int  # address of page-locked host memory, int32 [max_rows]
+    inputs: Buffer  # inputs.py, and room for what the sampler needs
+    choices: int  # where the host finds the arg-maxima: page-locked memory, int32 [TURNS, max_rows]
 
     def specs(self) -> list[KernelSpec]:
         """Every kernel that some bucket needs."""
@@ -148,7 +149,9 @@ class Forward:
         e = self.embedding.weights
         kernel = self.device.load(embed_spec(e.form))
         out = self._residual(self.first_gain)
-        self.device.launch(kernel, (bucket,), e.codes, e.scales, at["token"], e.units, out, dependent=False)
+        self.device.launch(
+            kernel, (bucket,), e.codes, e.scales, at["token"], self.chosen, e.units, out, dependent=False
+        )
         for layer in self.layers_:
             self._layer(layer, bucket, at)
 
@@ -185,12 +188,19 @@ class Forward:
         self.device.launch(self.device.load(spec), grid, cells)
 
     def logits(self, count: int) -> None:
-        """Queue the head for `count` wanted rows, and the arg-max of each."""
+        """Queue the head for `count` wanted rows."""
         b, s = self.buffers, self.sizes
         wanted = self.inputs.at(self.layout(count).offset("wanted"))
         out = Logits(b["logits"], b["top"], b["best"], s.geometry.vocab, s.vocab_tiles)
         self.head.run(self.device, count, b["split"], wanted, self._norm(), out)
-        self.device.launch(self.device.load(argmax_spec()), (count,), b["top"], b["best"], s.vocab_tiles, self.choice)
+
+    def arg_max(self, count: int) -> None:
+        """Queue the choice of the largest logit of each of `count` wanted rows."""
+        b = self.buffers
+        places = self.inputs, self.chosen, self.choices
+        self.device.launch(
+            self.device.load(argmax_spec()), (count,), b["top"], b["best"], self.sizes.vocab_tiles, *places
+        )
 
 
 def page_table(sizes: Sizes) -> np.ndarray:

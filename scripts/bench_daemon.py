@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""Tokens a second of a running engine, over its socket, by the number of clients.
+
+    strata-engine --device cuda --slots 8 &
+    python scripts/bench_daemon.py --clients 1,8 --tokens 256
+
+Every client sends one request at the same moment; the rate is all their tokens over the time from the first token to
+the last. Answers run past end tokens, so all are equally long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import socket
+import statistics
+import threading
+import time
+from dataclasses import asdict, dataclass
+
+from strata_engine.cli import DEFAULT_SOCKET
+
+
+@dataclass(slots=True)
+class Figure:
+    """One line of the table: medians over the rounds."""
+
+    clients: int
+    keys: str
+    tokens_per_s: float
+    first_ms: float  # to the first token
+    ms_per_step: float  # of the engine's loop, by STATS
+
+
+def prompt(client: int, count: int) -> str:
+    return ",".join(str(3 + (client * 7919 + i * i * 31) % 997) for i in range(count))
+
+
+def answer(path: str, line: str, barrier: threading.Barrier, stamps: list[float]) -> None:
+    """Send one request when all are connected; `stamps` takes the time of each token."""
+    with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rb") as replies:
+        connection.settimeout(120)
+        connection.connect(path)
+        replies.readline(), replies.readline()
+        barrier.wait(60)
+        stamps.append(time.perf_counter())
+        connection.sendall(line.encode())
+        for reply in replies:
+            if reply.startswith(b"T "):
+                stamps.append(time.perf_counter())
+            elif reply.startswith((b"DONE", b"ERR")):
+                if reply.startswith(b"ERR"):
+                    raise SystemExit(reply.decode().strip())
+                return
+
+
+def steps_and_seconds(path: str) -> tuple[int, float]:
+    with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rb") as replies:
+        connection.connect(path)
+        replies.readline(), replies.readline()
+        connection.sendall(b"STATS\n")
+        pairs = dict(pair.split("=") for pair in replies.readline().decode().split()[1:])
+    return int(pairs["steps"]), float(pairs["busy_s"])
+
+
+def one_round(path: str, clients: int, tokens: int, length: int, keys: str) -> tuple[float, float]:
+    """(tokens a second, milliseconds to the first token)."""
+    barrier, stamps = threading.Barrier(clients), [[] for _ in range(clients)]  # type: ignore[var-annotated]
+    threads = [
+        threading.Thread(
+            target=answer, args=(path, f"GEN {tokens} ignore_eos=1 {keys} {prompt(n, length)}\n", barrier, stamps[n])
+        )
+        for n in range(clients)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, last = min(s[1] for s in stamps), max(s[-1] for s in stamps)
+    return clients * (tokens - 1) / (last - first), statistics.median((s[1] - s[0]) * 1e3 for s in stamps)
+
+
+def measure(path: str, clients: int, args: argparse.Namespace) -> Figure:
+    one_round(path, clients, args.tokens, args.prompt, args.keys)  # warms up
+    before = steps_and_seconds(path)
+    rounds = [one_round(path, clients, args.tokens, args.prompt, args.keys) for _ in range(args.rounds)]
+    steps, seconds = (b - a for a, b in zip(before, steps_and_seconds(path), strict=True))
+    rate, first = (statistics.median(part) for part in zip(*rounds, strict=True))
+    return Figure(clients, args.keys, rate, first, seconds / steps * 1e3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--socket", default=DEFAULT_SOCKET)
+    parser.add_argument("--clients", default="1,8", help="numbers of clients (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="length of an answer (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, default=32, help="length of a prompt (default: %(default)s)")
+    parser.add_argument("--keys", default="draft=0", help="keys of the requests (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
+    args = parser.parse_args()
+    figures = [measure(args.socket, int(clients), args) for clients in args.clients.split(",")]
+    for f in figures:
+        print(f"{f.clients:3} clients, {f.keys}: {f.tokens_per_s:9,.0f} tok/s, first token {f.first_ms:7.1f} ms, "
+              f"{f.ms_per_step:.3f} ms a step")  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
