@@ -159,8 +159,8 @@ def arg_max(device: Device, vocab: int, rows: int) -> Callable[[], None]:
     kernel, tiles = device.load(argmax_spec()), -(-vocab // TILE)
     top = device.upload(np.random.default_rng(0).normal(10.0, 1.0, (rows, tiles)).astype(np.float32))
     best = device.upload(np.tile(np.arange(0, vocab, TILE, dtype=np.int32), (rows, 1)))
-    choice = device.allocate(4 * rows)
-    return lambda: device.launch(kernel, (rows,), top, best, tiles, choice)
+    header, chosen, choices = device.allocate(8), device.allocate(4 * rows), device.pinned(rows).ctypes.data
+    return lambda: device.launch(kernel, (rows,), top, best, tiles, header, chosen, choices)
 
 
 def history(vocab: int, skewed: bool) -> Int32:
