@@ -160,7 +160,7 @@ def penalised(logit, count, repeat, freq, present):
     return sub(logit, add(mul(np.float32(count), freq), present))
 
 
-def adjuster(shape: Shape) -> tuple[Any, Any, Any, Any]:
+def adjuster(shape: Shape) -> tuple[Any, ...]:
     """Device functions: `mark` what is penalised or biased in a segment, two to adjust its logits, one to look one up.
 
     What is marked has a bit in the word of `hits` of the thread that holds its logit, and its adjusted logit in the
@@ -179,23 +179,22 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any, Any]:
         return cuda.atomic.or_(hits, np.uint32(owner_of(local)), bit_of(local))
 
     @inlined
-    def mark(ints, begin, end, late, hits, counters):
-        """Mark the window, before the logits are there. counters[ALONE] = 1 if the late token has no entry.
+    def mark(a, b, c, d, ints, begin, end, late, hits, counters):
+        """Mark the window, before the logits are there; a..d: the thread's first entries.
 
-        `hits` is 0, and a barrier has passed; another ends this.
+        counters[ALONE] = 1 if the late token has no entry. `hits` is 0, and a barrier has passed; another ends this.
         """
-        thread = cuda.threadIdx.x
-        start = begin
-        while start < end:
-            a, b, c, d = load_entries(ints, start, end, thread, threads)
-            mark_one(local_part(a), hits)
-            mark_one(local_part(b), hits)
-            mark_one(local_part(c), hits)
-            mark_one(local_part(d), hits)
-            start += opaque(4 * threads)
+        mark_one(local_part(a), hits)
+        mark_one(local_part(b), hits)
+        mark_one(local_part(c), hits)
+        mark_one(local_part(d), hits)
+        i = begin + 4 * threads + cuda.threadIdx.x
+        while i < end:
+            mark_one(local_part(ints[i]), hits)
+            i += opaque(threads)
         if late >= 0:
             cuda.syncthreads()
-            if thread == 0 and np.uint32(mark_one(late, hits) & bit_of(late)) == 0:
+            if cuda.threadIdx.x == 0 and np.uint32(mark_one(late, hits) & bit_of(late)) == 0:
                 counters[ALONE] = 1
 
     @inlined
@@ -207,19 +206,12 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any, Any]:
             table[np.uint32(local)] = bits_of(penalised(logit, count, repeat, freq, present))
 
     @inlined
-    def adjust(logits, base, first, requests, at, begin, end, late, table, counters):
-        """Fill the table for a row without biases. A barrier ends it."""
-        ints, floats = requests.ints, requests.floats
-        repeat, freq, present = floats[at + REPEAT], floats[at + FREQ], floats[at + PRESENT]
-        start = begin
-        while start < end:
-            a, b, c, d = load_entries(ints, start, end, cuda.threadIdx.x, threads)
-            of_a, of_b, of_c, of_d = load_entry_logits(logits, base + first, a, b, c, d)
-            put(of_a, a, late, repeat, freq, present, table)
-            put(of_b, b, late, repeat, freq, present, table)
-            put(of_c, c, late, repeat, freq, present, table)
-            put(of_d, d, late, repeat, freq, present, table)
-            start += opaque(4 * threads)
+    def adjust_more(logits, base, first, ints, begin, end, late, repeat, freq, present, table, counters):
+        """Adjust what is not among the threads' first entries: seldom anything."""
+        i = begin + 4 * threads + cuda.threadIdx.x
+        while i < end:
+            put(logits[base + first + local_part(ints[i])], ints[i], late, repeat, freq, present, table)
+            i += opaque(threads)
         if cuda.threadIdx.x == 0 and counters[ALONE] == 1:
             put(logits[base + first + late], late, late, repeat, freq, present, table)
 
@@ -258,7 +250,7 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any, Any]:
             else logit
         )
 
-    return mark, adjust, adjust_biased, adjusted
+    return mark, put, adjust_more, adjust_biased, adjusted
 
 
 def candidate_stage(shape: Shape) -> Any:
@@ -271,7 +263,7 @@ def candidate_stage(shape: Shape) -> Any:
     macros = logit_macros(shape.threads, shape.vectors, shape.wide)
     load, largest, above = macros.load, macros.largest, macros.above
     pick, exp_sum, patched = macros.pick, macros.exp_sum, macros.patched
-    mark, adjust, adjust_biased, adjusted = adjuster(shape)
+    mark, put, adjust_more, adjust_biased, adjusted = adjuster(shape)
     threads, segment = shape.threads, shape.segment
     warps = threads // WARP
 
@@ -341,8 +333,9 @@ def candidate_stage(shape: Shape) -> Any:
         if late >= 0:
             late = local_of(requests.chosen[late], first, segment)
         changed = begin < end or late >= 0 or biases > 0
+        a, b, c, d = load_entries(ints, begin, end, thread, threads)
         if changed:
-            mark(ints, begin, end, late, hits, counters)
+            mark(a, b, c, d, ints, begin, end, late, hits, counters)
         let_next_start()
         wait_for_previous()
         if keep == 0:
@@ -350,9 +343,16 @@ def candidate_stage(shape: Shape) -> Any:
         if biases > 0:
             cuda.syncthreads()
             adjust_biased(logits, base, first, requests, at, begin, end, late, table, hits, counters)
+        of_a, of_b, of_c, of_d = load_entry_logits(logits, base + first, a, b, c, d)  # these arrive before the others
         x = load(logits, base, first, thread, vocab)
         if changed and biases == 0:
-            adjust(logits, base, first, requests, at, begin, end, late, table, counters)
+            floats = requests.floats
+            repeat, freq, present = floats[at + REPEAT], floats[at + FREQ], floats[at + PRESENT]
+            put(of_a, a, late, repeat, freq, present, table)
+            put(of_b, b, late, repeat, freq, present, table)
+            put(of_c, c, late, repeat, freq, present, table)
+            put(of_d, d, late, repeat, freq, present, table)
+            adjust_more(logits, base, first, ints, begin, end, late, repeat, freq, present, table, counters)
             cuda.syncthreads()
         if alternatives >= 0:
             top = block_largest(largest(x), counters)
