@@ -38,7 +38,8 @@ FLUSH_GRID, FLUSH_THREADS = 1056, 256
 CHAIN = GenParams(temperature=0.8, top_k=20, top_p=0.95, min_p=0.05, seed=1)
 PENALISED = dataclasses.replace(CHAIN, penalty_repeat=1.1, penalty_freq=0.1, penalty_last_n=64)
 LONG = dataclasses.replace(PENALISED, penalty_last_n=PENALTY_LAST_N_MAX)
-ARG_MAX, SKEWED = "arg-max", "the same, ids as in text"  # the arg-max of what the head leaves of each tile of tokens
+ARG_MAX = "arg-max"  # of what the head's matmul leaves of each tile of tokens
+SKEWED = "chain, 4,096, ids as in text"
 CASES = {
     "chain": CHAIN,
     "chain, penalties over 64": PENALISED,
