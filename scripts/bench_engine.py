@@ -166,23 +166,24 @@ def bench_decode(backend: Backend, model: Model, kv: str, slots: int, fill: int,
     step = statistics.median(times)
     rate = (weight_bytes(model) + slots * (fill + 8 + steps / 2) * cell_bytes(model, kv)) / step
     result = Result(f"decode, {slots} requests", slots / step, step * 1e3, rate / 1e9, rate / copy)
-    return with_gpu(backend, result, slots, fill + 8 + steps, greedy(slots))
+    return with_gpu(backend, result, slots, fill + 8 + steps // 2, greedy(slots))
 
 
 def bench_sampled(backend: Backend, fill: int, steps: int) -> tuple[Result, Result]:
     """One request decoding greedily, then sampled, over the same positions."""
     read_prompt(backend, 0, fill)
-    kinds = (None, sampled_draw)
+    turn_steps = max(steps // ROUNDS, 8)
+    kinds, middle = (None, sampled_draw), fill + turn_steps // 2
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(ROUNDS + 1):  # the first warms up
         for seconds, draws_of in zip(times, kinds, strict=True):
-            taken = list(decode(backend, 1, fill, max(steps // ROUNDS, 8), draws_of))
+            taken = list(decode(backend, 1, fill, turn_steps, draws_of))
             seconds += taken if turn else []
     greedy_s, sampled_s = (statistics.median(seconds) for seconds in times)
     sampled = Result("sampled, 1 request", 1 / sampled_s, sampled_s * 1e3)
     return (
-        with_gpu(backend, Result("greedy, 1 request", 1 / greedy_s, greedy_s * 1e3), 1, fill, greedy(1)),
-        with_gpu(backend, sampled, 1, fill, known(sampled_draw(0), [])),
+        with_gpu(backend, Result("greedy, 1 request", 1 / greedy_s, greedy_s * 1e3), 1, middle, greedy(1)),
+        with_gpu(backend, sampled, 1, middle, known(sampled_draw(0), [])),
     )
 
 

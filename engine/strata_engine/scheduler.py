@@ -33,7 +33,7 @@ __all__ = ["Busy", "Scheduler", "Ticket"]
 
 log = logging.getLogger(__name__)
 _TIMED_ROWS = (1, 2, 4, 8)
-_PAUSE = 0.2  # of a step: how long a device that feeds is idle if the host awaits its tokens before the next step
+_PAUSE = 0.3  # of a step: a device that feeds is idle for 0.2 where its tokens are awaited; more, as a gain is a guess
 
 
 @dataclass(slots=True)

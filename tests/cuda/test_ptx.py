@@ -20,6 +20,8 @@ F16 = Format("f16", "none")
 SPECS = [
     slice_spec(Q4_1, SliceShape(9, 1, 1, 2), "heads", 2),
     slice_spec(Q4_0, SliceShape(8, 2, 1, 4), "swiglu", 2),
+    slice_spec(Q4_0, SliceShape(16, 1, 1, 4, True, 4, True), "residual", 1),
+    slice_spec(Q6_K, SliceShape(4, 2, 1, 3, True, 2), "logits", 1),
     slice_spec(Q6_K, SliceShape(4, 1, 4, 2), "logits", 1),
     slice_spec(F16, SliceShape(4, 1, 2, 2), "residual", 1),
     tile_spec(Q4_0, TileShape(8, 4, 4, 2, 2, 2), "residual", 2),

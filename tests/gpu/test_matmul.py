@@ -26,23 +26,31 @@ SHAPES = [
     SliceShape(SLICES, 2, 1, 5),
     SliceShape(SLICES, 1, 2, 3),
     SliceShape(SLICES, 1, 4, 4),
+    SliceShape(SLICES, 1, 1, 2, few=True),
+    SliceShape(SLICES, 2, 1, 3, few=True),
     TileShape(SLICES, 2, 2, 2, 2, 2),
     TileShape(SLICES, 2, 4, 4, 2, 3),
 ]
 
 
-def random_matrix(device, form: Format, rng: np.random.Generator) -> tuple[Weights, np.ndarray]:
+STEPS = [SliceShape(SLICES, 1, 1, 2, few, chunk, chunk == 4) for few in (False, True) for chunk in (1, 2, 4)] + [
+    SliceShape(SLICES, 2, 1, 3, True, 2),
+    SliceShape(SLICES, 2, 1, 2, True, 4, True),
+]  # of slices of four units
+
+
+def random_matrix(device, form: Format, rng: np.random.Generator, inputs: int = INPUTS) -> tuple[Weights, np.ndarray]:
     """Weights on the device and their values in float64."""
     if form.codes == "f16":
-        codes = rng.normal(size=(FEATURES, INPUTS)).astype(np.float16)
+        codes = rng.normal(size=(FEATURES, inputs)).astype(np.float16)
     else:
-        codes = rng.integers(0, 16 if form.codes == "q4" else 256, (FEATURES, INPUTS)).astype(np.uint8)
-    parts = [rng.normal(size=(FEATURES, INPUTS // form.block)).astype(np.float16).astype(np.float32) for _ in range(2)]
+        codes = rng.integers(0, 16 if form.codes == "q4" else 256, (FEATURES, inputs)).astype(np.uint8)
+    parts = [rng.normal(size=(FEATURES, inputs // form.block)).astype(np.float16).astype(np.float32) for _ in range(2)]
     scales = arrange_scales(parts[0], parts[1] if form.offset else None, form) if form.scale != "none" else None
     words = arrange(codes, form.codes)
     values = restore(words, scales, form, "pairs", codes.shape)
     on_device = device.upload(scales if scales is not None else np.zeros(1, np.uint32))
-    return Weights(form, FEATURES, INPUTS, device.upload(words), on_device), values.astype(np.float64)
+    return Weights(form, FEATURES, inputs, device.upload(words), on_device), values.astype(np.float64)
 
 
 def split(x: np.ndarray) -> np.ndarray:
@@ -83,6 +91,21 @@ def test_close_to_float64_and_the_same_bits_in_any_shape(device, name: str) -> N
             assert error < 1e-5, (shape, rows)
             first = run(device, shape, weights, ROWS, x, index, norm) if first is None else first
             assert np.array_equal(got[:rows], first[:rows]), (shape, rows)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_steps_of_several_units_give_the_same_bits(device, name: str) -> None:
+    inputs, rng = 64 * 4 * SLICES, np.random.default_rng()
+    weights, values = random_matrix(device, FORMS[name], rng, inputs)
+    parts = split(rng.normal(size=(ROWS, inputs)).astype(np.float32))
+    x, index = device.upload(parts), device.upload(np.arange(ROWS, dtype=np.int32))
+    norm = (device.upload(np.full((ROWS, 20), inputs / 20, np.float32)), 20, 1 / inputs, 0.0)
+    expected = parts.astype(np.float64).sum(1) @ values.T
+    first = run(device, TileShape(SLICES, 2, 2, 2, 2, 2), weights, ROWS, x, index, norm)
+    assert np.linalg.norm(first - expected) < 1e-5 * np.linalg.norm(expected)
+    for shape in STEPS:
+        for rows in (1, 3, 8, 21):
+            assert np.array_equal(run(device, shape, weights, rows, x, index, norm)[:rows], first[:rows]), (shape, rows)
 
 
 def test_the_index_picks_rows(device) -> None:

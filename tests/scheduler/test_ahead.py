@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scheduler_fake import Answer, FakeBackend, ask, plain, random_prompt, request
+from scheduler_fake import Answer, FakeBackend, ask, digest, plain, random_prompt, request
 
 from strata_engine.request import Failed, PromptProgress, Token
 
@@ -18,6 +18,12 @@ def count_up(cells: np.ndarray) -> int:
 def fresh(cells: np.ndarray) -> int:
     """Text that never repeats."""
     return int(cells[-1] * 31 + len(cells) * 17 + 5) % 997
+
+
+def wavering(cells: np.ndarray) -> int:
+    """Counts up to 7, most of the time: drafts are right and wrong, and steps without any lie between."""
+    jump = digest(cells) % 40
+    return jump % 10 if jump < 6 else int(cells[-1] + 1) % 8
 
 
 def cancelling(count: int) -> Answer:
@@ -54,6 +60,24 @@ def test_where_text_repeats_tokens_are_awaited_for_drafts(start):
     done = ask(scheduler, request(tuple(range(10)) * 2, 200, draft=7)).done()
     assert done.drafts_accepted > 150 and len(backend.steps) < 40
     assert scheduler._backend.ahead < 5
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_steps_ahead_and_windows_of_drafts_take_turns(start, chunk):
+    backend = FakeBackend(vocab=10, rule=wavering)
+    scheduler = start(backend, chunk=chunk, run=False)
+    asked = [request(random_prompt(n, 20 + 9 * n), 250, draft=7) for n in range(4)]
+    answers = [ask(scheduler, one) for one in asked]
+    scheduler.start()
+    for one, answer in zip(asked, answers, strict=True):
+        assert answer.done()
+        tokens = list(one.prompt)
+        for _ in range(one.max_new):
+            tokens.append(wavering(np.array(tokens)))
+        assert answer.ids == tokens[len(one.prompt) :]
+    accepted = sum(answer.done().drafts_accepted for answer in answers)
+    rejected = sum(answer.done().drafts_offered for answer in answers) - accepted
+    assert accepted > 100 and rejected > 100 and scheduler._backend.ahead > 10
 
 
 def test_max_new_leaves_no_row_too_many(start):

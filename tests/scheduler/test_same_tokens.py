@@ -37,7 +37,7 @@ def test_tokens_depend_on_the_request_alone(start, chunk, draft, kind):
 
 def test_windows_are_accepted_and_rejected_on_the_way(start):
     """The matrix above proves something about drafts only if both happen there."""
-    done = ask(start(FakeBackend()), request(random_prompt(1, 70), 400)).done()
+    done = ask(start(FakeBackend()), request(random_prompt(1, 70), 900)).done()
     assert 20 < done.drafts_accepted < done.drafts_offered - 20
 
 

@@ -1,11 +1,11 @@
 """Attention over paged cells, the same bits for a token and for a prompt.
 
-A *chunk* is one page of 64 cells, aligned to positions; eight chunks are a *group*. A chunk's result for a query is
+A *chunk* is one page of 64 cells, aligned to positions; four chunks are a *group*. A chunk's result for a query is
 (maximum m, sum l of exp2(score - m), output o = sum of exp2(score - m) * value). Chunks of a group are merged in order,
 and groups are merged in order, whoever computes them; so what else is in the step, and how the groups are spread over
 blocks, does not show in the result. A query's own position bounds what it sees.
 
-One block of eight warps takes a *query tile* (up to 16 * mt queries: neighbouring rows of one slot, times the heads
+One block of four warps takes a *query tile* (8 to 32 queries: neighbouring rows of one slot, times the heads
 that share a key-value head) and one group at a time, a chunk a warp. With `spread` the groups of a tile go to several
 blocks, which leave their results in scratch memory; the last to finish merges them.
 
@@ -16,10 +16,12 @@ Online softmax merge: Milakov and Gimelshein 2018. Twin: `attend_rows`.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
+from llvmlite import ir
 from numba import cuda, types
+from numpy.typing import NDArray
 
 from .emit import (
     F32,
@@ -28,15 +30,30 @@ from .emit import (
     F32Ptr,
     I32Ptr,
     U32Ptr,
-    floats,
     i32,
     let_next_start,
     macro,
     wait_for_previous,
 )
 from .shapes import CELLS, THREADS, WARPS, AttentionShape, Cells
+from .states import NEG_INF, chunks_merger, empty_state, exp2, greater, merge_all, states_merger, sub, sums_at
 
-NEG_INF = float("-inf")
+
+def attend_rows(
+    queries: NDArray[np.float64], keys: NDArray[np.float64], values: NDArray[np.float64], position: NDArray[np.int32]
+) -> NDArray[np.float64]:
+    """The twin: queries [rows, heads, dim], scaled for exp2; keys and values [cells, kv heads, dim] of one slot.
+
+    Gives [rows, heads, dim]; row r sees the cells up to position[r].
+    """
+    out = np.empty_like(queries)
+    shared = queries.shape[1] // keys.shape[1]  # heads that share a key-value head
+    for row, last in enumerate(position):
+        for head in range(queries.shape[1]):
+            scores = keys[: last + 1, head // shared] @ queries[row, head]
+            weights = np.exp2(scores - scores.max())
+            out[row, head] = weights / weights.sum() @ values[: last + 1, head // shared]
+    return out
 
 
 CELLS_TYPE = types.NamedTuple(
@@ -44,111 +61,6 @@ CELLS_TYPE = types.NamedTuple(
     Cells,
 )
 SIGNATURE = types.void(CELLS_TYPE)
-
-
-# -- merging
-
-
-def _exp2(e: Emitter, value: Any) -> Any:
-    return e.asm("ex2.approx.ftz.f32 $0, $1;", F32, "=f,f", value)
-
-
-def _greater(e: Emitter, a: Any, b: Any) -> Any:
-    return e.asm("max.f32 $0, $1, $2;", F32, "=f,f,f", a, b)
-
-
-def _sub(e: Emitter, a: Any, b: Any) -> Any:
-    return e.asm("sub.rn.f32 $0, $1, $2;", F32, "=f,f,f", a, b)
-
-
-def merge(e: Emitter, state: list[Any], part: list[Any], seen: tuple[Any, Any]) -> list[Any]:
-    """Merge a later part into a state; both are [o x 4, m, l, m, l]: two outputs of each of two queries.
-
-    `seen`: for each query, whether it sees the part at all; if not, its state stays.
-    """
-    out = list(state)
-    for q in (0, 1):
-        m_at, l_at = 4 + 2 * q, 5 + 2 * q
-        top = _greater(e, state[m_at], part[m_at])
-        old, new = _exp2(e, _sub(e, state[m_at], top)), _exp2(e, _sub(e, part[m_at], top))
-        for at in (2 * q, 2 * q + 1, l_at):
-            value = e.fma(part[at], new, e.mul(state[at], old))
-            out[at] = e.b.select(seen[q], value, state[at])
-        out[m_at] = e.b.select(seen[q], top, state[m_at])
-    return out
-
-
-def _empty(e: Emitter) -> list[Any]:
-    """The state of nothing seen."""
-    zero, low = e.f32(0.0), e.f32(NEG_INF)
-    return [zero, zero, zero, zero, low, zero, low, zero]
-
-
-def empty_state(quads: int) -> Any:
-    """A macro: the state of nothing seen, [quads, 8]."""
-
-    @macro(lambda: floats(8 * quads))
-    def empty(e: Emitter) -> Any:
-        return _empty(e) * quads
-
-    return empty
-
-
-def _merge_states(quads: int, mt: int) -> Any:
-    """Macro: merge one state into another, for the queries at or after position `start`."""
-
-    @macro(lambda state, *rest: state)
-    def merge_states(e: Emitter, state: Any, part: Any, start: Any, limit: Any) -> Any:
-        out = []
-        for quad in range(quads):
-            seen = _sees(e, limit, quad * mt // quads, start)
-            out += merge(e, state[8 * quad : 8 * quad + 8], part[8 * quad : 8 * quad + 8], seen)
-        return out
-
-    return merge_states
-
-
-def _sees(e: Emitter, limit: list[Any], m: int, start: Any) -> tuple[Any, Any]:
-    """Whether the two queries of 16-query group m are at or past position `start`."""
-    return tuple(e.b.icmp_signed(">=", limit[2 * m + q], start) for q in (0, 1))  # type: ignore[return-value]
-
-
-def _merge_chunks(shape: AttentionShape) -> Any:
-    """Macro: merge the chunks of a group, in order, from shared memory; each thread its own quads."""
-    quads, mt, features = shape.quads, shape.mt, shape.head_dim // 8
-
-    @macro(floats(8 * quads))
-    def merge_chunks(e: Emitter, start: Any, chunks: Any, limit: Any, thread: Any) -> Any:
-        b = e.b
-        lane, warp = b.and_(thread, e.u32(31)), b.lshr(thread, e.u32(5))
-        group = b.lshr(lane, e.u32(2))
-        out = []
-        for quad in range(quads):
-            m = quad * mt // quads
-            cells = [e.variable(value) for value in _empty(e)]
-            piece = b.add(warp, e.u32(quad * WARPS))
-            for chunk in range(WARPS):
-                there = b.icmp_signed("<", e.u32(chunk), chunks)
-                with b.if_then(there) if shape.spread else nullcontext():
-                    at = b.add(b.shl(piece, e.u32(9)), b.shl(lane, e.u32(4)))
-                    o = e.load_shared(b.add(at, e.u32(512 * chunk * mt * features)), 4)
-                    sums = b.add(b.shl(group, e.u32(3)), e.u32(_sums_at(shape, chunk, m)))
-                    low, high = e.load_shared(sums, 2), e.load_shared(b.add(sums, e.u32(64)), 2)
-                    part = [e.real(v) for v in (*o, *low, *high)]
-                    seen = _sees(e, limit, m, b.add(start, e.u32(CELLS * chunk)))
-                    for cell, value in zip(cells, merge(e, [b.load(c) for c in cells], part, seen), strict=True):
-                        b.store(value, cell)
-            state = [b.load(cell) for cell in cells]
-            out += state
-        return out
-
-    return merge_chunks
-
-
-def _sums_at(shape: AttentionShape, chunk: int, m: int) -> int:
-    """Byte offset of the (m, l) pairs of a chunk's 16 queries in shared memory."""
-    outputs = WARPS * shape.queries * shape.head_dim * 4
-    return outputs + (chunk * shape.mt + m) * 16 * 8
 
 
 # -- one chunk
@@ -164,10 +76,10 @@ def _quad_reduce(e: Emitter, value: Any, combine: Any) -> Any:
 def _attend_chunk(shape: AttentionShape) -> Any:
     """Macro: one warp, one chunk: scores, softmax and outputs of a query tile, left in shared memory.
 
-    q_at [2 mt]: word offset of the lane's queries; limit [2 mt]: their positions; page: index of (page, kv head).
+    q_at [own mt]: word offset of the lane's queries; limit [own mt]: their positions; page: index of (page, kv head).
     """
-    mt, parts, head_dim = shape.mt, shape.parts, shape.head_dim
-    blocks, plane = head_dim // 32, CELLS * head_dim // 2
+    mt, own, parts, head_dim = shape.mt, shape.own, shape.parts, shape.head_dim
+    blocks, plane, features = head_dim // 32, CELLS * head_dim // 2, head_dim // 8
 
     @macro(None)
     def attend(
@@ -183,62 +95,95 @@ def _attend_chunk(shape: AttentionShape) -> Any:
         key_row = b.add(base, e.i64(b.add(b.mul(cell, e.u32(head_dim // 2)), t4)))
         value_row = b.add(base, e.i64(b.add(b.mul(g, e.u32(CELLS // 2)), t4)))
 
+        def load_key(tile: int, block: int) -> list[list[Any]]:
+            first = 32 * (tile // 4) + 2 * (tile % 4)
+            word = b.add(key_row, e.i64(first * (head_dim // 2) + 16 * block))
+            return [e.load(keys, b.add(word, e.i64(plane * p)), 4) for p in range(parts)]
+
         def load_value(feature: int) -> list[list[list[Any]]]:
             word = b.add(value_row, e.i64(feature * 8 * (CELLS // 2)))
             return [
                 [e.load(values, b.add(word, e.i64(16 * half + plane * p)), 4) for p in range(parts)] for half in (0, 1)
             ]
 
+        # as many loads on their way at once as registers hold
+        loaded = {
+            (i, j): load_key(i, j) for j in range(blocks) for i in range(8) if shape.spread and blocks * parts <= 4
+        }
         early = [load_value(feature) for feature in range(8 // parts if mt == 1 else 0)]
-        scores = [[e.zeros(4) for _ in range(8)] for _ in range(mt)]
-        for block in range(blocks):
-            q = [_query(e, queries, q_at[2 * m : 2 * m + 2], q_low, block) for m in range(mt)]
-            for tile in range(8):
-                first = 32 * (tile // 4) + 2 * (tile % 4)
-                word = b.add(key_row, e.i64(first * (head_dim // 2) + 16 * block))
-                k = [e.load(keys, b.add(word, e.i64(plane * p)), 4) for p in range(parts)]
-                for m in range(mt):
-                    scores[m][tile] = _dot(e, scores[m][tile], q[m], k)
+        scores: list[list[list[Any]]] = [[] for _ in range(mt)]
+        together = 8 // (own * mt)  # tiles whose sums are made side by side
+        for first in range(0, 8, together):
+            tiles = range(first, first + together)
+            sums = [[_zeros(e, own, parts) for _ in tiles] for _ in range(mt)]
+            for block in range(blocks):
+                q = [_query(e, queries, q_at[own * m : own * (m + 1)], q_low, block) for m in range(mt)]
+                for i, tile in enumerate(tiles):
+                    k = loaded.get((tile, block)) or load_key(tile, block)
+                    for m in range(mt):
+                        sums[m][i] = _dot(e, sums[m][i], q[m], k)
+            for m in range(mt):
+                scores[m] += [_total(e, own, parts) for parts in sums[m]]
         weights = []
         for m in range(mt):
-            masked = _mask(e, scores[m], limit[2 * m : 2 * m + 2], start, t)
-            words, sums = _softmax(e, masked)
-            weights.append(words)
-            for q_, (top, total) in enumerate(sums):
-                at = b.add(b.mul(warp, e.u32(128 * mt)), b.shl(g, e.u32(3)))
-                e.store_shared(b.add(at, e.u32(_sums_at(shape, 0, m) + 64 * q_)), [e.bits(top), e.bits(total)])
-        for feature in range(head_dim // 8):
+            masked = _mask(e, scores[m], limit[own * m : own * (m + 1)], start, t)
+            operands, totals = _softmax(e, masked)
+            weights.append(operands)
+            for q_, (top, total) in enumerate(totals):
+                at = b.add(b.mul(warp, e.u32(64 * own * mt)), b.shl(g, e.u32(3)))
+                e.store_shared(b.add(at, e.u32(sums_at(shape, 0, m) + 64 * q_)), [e.bits(top), e.bits(total)])
+        for feature in range(features):
             v = early[feature] if feature < len(early) else load_value(feature)
             for m in range(mt):
-                o = e.zeros(4)
+                o = _zeros(e, own, parts)
                 for half in range(2):
                     o = _dot(e, o, weights[m][half], v[half])
-                at = b.add(b.mul(warp, e.u32(512 * mt * (head_dim // 8))), b.shl(lane, e.u32(4)))
-                at = b.add(at, e.u32(512 * (m * (head_dim // 8) + feature)))
-                e.store_shared(at, [e.bits(x) for x in o])
+                at = b.add(b.mul(warp, e.u32(256 * own * mt * features)), b.mul(lane, e.u32(8 * own)))
+                at = b.add(at, e.u32(256 * own * (m * features + feature)))
+                e.store_shared(at, [e.bits(x) for x in _total(e, own, o)])
 
     return attend
 
 
-def _query(e: Emitter, queries: Any, at: list[Any], low: Any, block: int) -> tuple[list[Any], list[Any]]:
-    """Operand A (high, low) of 32 features: 8 words each, rows g and g + 8 in turn."""
-    out = []
+def _operand(first: list[Any], second: list[Any]) -> list[Any]:
+    """Operand A of two instructions: 8 words, rows g (of `first`) and g + 8 (of `second`) in turn."""
+    return [word for pair in zip(first, second, strict=True) for word in pair]
+
+
+def _query(e: Emitter, queries: Any, at: list[Any], low: Any, block: int) -> list[list[Any]]:
+    """32 features of a lane's queries as operands A: [high above low] of one query, or [high, low] of two."""
+    halves = []
     for part in range(2):
-        rows = []
-        for row in at:
-            word = e.b.add(row, low) if part else row
-            rows.append(e.load(queries, e.b.add(word, e.u32(16 * block)), 4))
-        out.append([word for pair in zip(*rows, strict=True) for word in pair])
-    return out[0], out[1]
+        words = [e.b.add(row, low) if part else row for row in at]
+        halves.append([e.load(queries, e.b.add(word, e.u32(16 * block)), 4) for word in words])
+    if len(at) == 1:
+        return [_operand(halves[0][0], halves[1][0])]
+    return [_operand(*rows) for rows in halves]
 
 
-def _dot(e: Emitter, c: list[Any], a: tuple[list[Any], list[Any]], parts: list[list[Any]]) -> list[Any]:
-    """c + (a high + a low)(b high + b low) over 32 inputs, without low times low; always in this order."""
-    pairs = [(a[0], parts[0]), (a[1], parts[0])] + ([(a[0], parts[1])] if len(parts) == 2 else [])
-    for left, right in pairs:
-        c = e.mma(c, left[:4], right[:2])
-        c = e.mma(c, left[4:], right[2:])
-    return c
+# A product of halves with `parts` parts is made of separate sums, one of them (own = 1) of two kinds of rows:
+# high * first part, low * first part, high * second part; low * low is left out. `_total` adds them in this order.
+
+
+def _zeros(e: Emitter, own: int, parts: int) -> list[list[Any]]:
+    return [e.zeros(4) for _ in range(own + parts - 1)]
+
+
+def _dot(e: Emitter, sums: list[list[Any]], a: list[list[Any]], parts: list[list[Any]]) -> list[list[Any]]:
+    """Add a product over 32 inputs to its separate sums."""
+    pairs = [(operand, parts[0]) for operand in a] + [(a[0], part) for part in parts[1:]]
+    return [
+        e.mma(e.mma(c, left[:4], right[:2]), left[4:], right[2:]) for c, (left, right) in zip(sums, pairs, strict=True)
+    ]
+
+
+def _total(e: Emitter, own: int, sums: list[list[Any]]) -> list[Any]:
+    """The product: two values of each of a lane's queries."""
+    rows = [sums[0][:2], sums[0][2:], *(c[:2] for c in sums[1:])] if own == 1 else sums
+    out = rows[0]
+    for more in rows[1:]:
+        out = [e.add(x, y) for x, y in zip(out, more, strict=True)]
+    return out
 
 
 def _mask(e: Emitter, scores: list[list[Any]], limit: list[Any], start: Any, t: Any) -> list[list[Any]]:
@@ -256,49 +201,49 @@ def _mask(e: Emitter, scores: list[list[Any]], limit: list[Any], start: Any, t: 
     return out
 
 
-def _softmax(e: Emitter, scores: list[list[Any]]) -> tuple[list[Any], list[tuple[Any, Any]]]:
-    """Weights as operand A for each 32 cells, (high, low) of 8 words; and (m, l) of the lane's two queries."""
+def _softmax(e: Emitter, scores: list[list[Any]]) -> tuple[list[list[list[Any]]], list[tuple[Any, Any]]]:
+    """Weights as operands A for each 32 cells, as `_query` gives them; and (m, l) of the lane's queries."""
     zero, lowest = e.f32(0.0), e.f32(NEG_INF)
-    tops, totals, weights = [], [], [list(s) for s in scores]
-    for q in (0, 1):
+    own = len(scores[0]) // 2
+    totals, weights = [], [list(s) for s in scores]
+    for q in range(own):
         top = lowest
         for row in scores:
             for i in (2 * q, 2 * q + 1):
-                top = _greater(e, top, row[i])
-        top = _quad_reduce(e, top, lambda a, c: _greater(e, a, c))
+                top = greater(e, top, row[i])
+        top = _quad_reduce(e, top, lambda a, c: greater(e, a, c))
         anchor = e.b.select(e.b.fcmp_ordered("==", top, lowest), zero, top)
         total = zero
         for row in weights:
             for i in (2 * q, 2 * q + 1):
-                row[i] = _exp2(e, _sub(e, row[i], anchor))
+                row[i] = exp2(e, sub(e, row[i], anchor))
                 total = e.add(total, row[i])
-        tops.append(top)
-        totals.append(_quad_reduce(e, total, e.add))
+        totals.append((top, _quad_reduce(e, total, e.add)))
     operands = []
     for half in range(2):
-        high, low = [], []
+        rows: list[list[list[Any]]] = [[[] for _ in range(own)] for _ in range(2)]  # [high, low][query]
         for tile in range(4 * half, 4 * half + 4):
-            for q in (0, 1):
+            for q in range(own):
                 (ah, al), (bh, bl) = (e.split(weights[tile][2 * q + i]) for i in (0, 1))
-                high.append(e.pack(ah, bh))
-                low.append(e.pack(al, bl))
-        operands.append((high, low))
-    return operands, list(zip(tops, totals, strict=True))
+                rows[0][q].append(e.pack(ah, bh))
+                rows[1][q].append(e.pack(al, bl))
+        operands.append([_operand(rows[0][0], rows[1][0])] if own == 1 else [_operand(*part) for part in rows])
+    return operands, totals
 
 
 # -- the kernel
 
 
-def _query_limits(mt: int) -> Any:
-    """Macro: the lane's query indexes [2 mt] in the tile, for lane group g: 16 m + g and 16 m + g + 8."""
+def _query_limits(shape: AttentionShape) -> Any:
+    """Macro: positions [own mt] of the lane's queries in the tile: g, g + 8, g + 16, ... for lane group g."""
+    queries = range(0, shape.queries, 8)
 
-    @macro(types.UniTuple(i32, 2 * mt))
+    @macro(types.UniTuple(i32, len(queries)))
     def limits(e: Emitter, position: Any, first: Any, count: Any, heads: int, lane: Any) -> Any:
         out = []
-        for m in range(mt):
-            for half in (0, 8):
-                row = _query_row(e, 16 * m + half, heads, count, lane)
-                out.append(e.load(position, e.b.add(first, row), 1)[0])
+        for base in queries:
+            row = _query_row(e, base, heads, count, lane)
+            out.append(e.load(position, e.b.add(first, row), 1)[0])
         return out
 
     return limits
@@ -312,58 +257,81 @@ def _query_row(e: Emitter, base: int, heads: Any, count: Any, lane: Any) -> Any:
 
 
 def _query_offsets(shape: AttentionShape) -> Any:
-    """Macro: word offsets [2 mt] of the lane's queries' first features."""
-    half = shape.head_dim // 2
+    """Macro: word offsets [own mt] of the lane's queries' first features."""
+    half, queries = shape.head_dim // 2, range(0, shape.queries, 8)
 
-    @macro(types.UniTuple(i32, 2 * shape.mt))
+    @macro(types.UniTuple(i32, len(queries)))
     def offsets(e: Emitter, first: Any, count: Any, head: Any, row_words: Any, lane: Any) -> Any:
         b, out = e.b, []
-        for m in range(shape.mt):
-            for base in (0, 8):
-                row = b.add(first, _query_row(e, 16 * m + base, e.u32(shape.heads), count, lane))
-                query = b.add(b.lshr(lane, e.u32(2)), e.u32(16 * m + base))
-                own = b.add(head, b.urem(query, e.u32(shape.heads)))
-                word = b.add(b.mul(row, row_words), b.mul(own, e.u32(half)))
-                out.append(b.add(word, b.shl(b.and_(lane, e.u32(3)), e.u32(2))))
+        for base in queries:
+            row = b.add(first, _query_row(e, base, e.u32(shape.heads), count, lane))
+            query = b.add(b.lshr(lane, e.u32(2)), e.u32(base))
+            own = b.add(head, b.urem(query, e.u32(shape.heads)))
+            word = b.add(b.mul(row, row_words), b.mul(own, e.u32(half)))
+            out.append(b.add(word, b.shl(b.and_(lane, e.u32(3)), e.u32(2))))
         return out
 
     return offsets
 
 
 def _scratch_word(e: Emitter, shape: AttentionShape, home: Any, i: int, thread: Any) -> Any:
-    """Word offset of value i of this thread's state in piece `home` of scratch memory."""
+    """Word offset of values 4 i .. 4 i + 3 of this thread's state in piece `home` of scratch memory."""
     piece = e.b.mul(e.i64(home), e.i64(shape.partial_floats))
-    return e.b.add(piece, e.i64(e.b.add(thread, e.u32(THREADS * i))))
+    return e.b.add(piece, e.i64(e.b.shl(e.b.add(thread, e.u32(THREADS * i)), e.u32(2))))
 
 
 def _keep(shape: AttentionShape) -> Any:
-    """Macro: a state to piece `home` of scratch memory [quads, 8, thread]."""
+    """Macro: a state to piece `home` of scratch memory [quads, own, thread, 4]."""
 
     @macro(None)
     def keep(e: Emitter, state: Any, scratch: Any, home: Any, thread: Any) -> None:
-        for i, value in enumerate(state):
-            e.b.store(value, e.b.gep(scratch, [_scratch_word(e, shape, home, i, thread)]))
+        for i in range(shape.own * shape.quads):
+            address = e.b.gep(scratch, [_scratch_word(e, shape, home, i, thread)])
+            own = state[4 * i : 4 * i + 4]
+            text = "st.global.v4.f32 [$0], {$1, $2, $3, $4};"
+            e.asm(text, ir.VoidType(), "l,f,f,f,f,~{memory}", address, *own, effect=True)
 
     return keep
 
 
-def _recall(shape: AttentionShape) -> Any:
-    """Macro: a state from scratch memory, read where all multiprocessors see the same (L2)."""
+def _recall(e: Emitter, shape: AttentionShape, scratch: Any, home: Any, thread: Any) -> list[Any]:
+    """A state from scratch memory, read where all multiprocessors see the same (L2)."""
+    out: list[Any] = []
+    for i in range(shape.own * shape.quads):
+        address = e.b.gep(scratch, [_scratch_word(e, shape, home, i, thread)])
+        out += e.asm("ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", [F32] * 4, "=f,=f,=f,=f,l", address, effect=True)
+    return out
 
-    @macro(floats(8 * shape.quads))
-    def recall(e: Emitter, scratch: Any, home: Any, thread: Any) -> Any:
-        out = []
-        for i in range(8 * shape.quads):
-            address = e.b.gep(scratch, [_scratch_word(e, shape, home, i, thread)])
-            out.append(e.asm("ld.global.cg.f32 $0, [$1];", F32, "=f,l", address, effect=True))
-        return out
 
-    return recall
+def _merge_kept(shape: AttentionShape) -> Any:
+    """Macro: merge the groups left in pieces `home` on, in order, several of them on their way at once."""
+    depth = max(1, 16 // (shape.own * shape.quads))
+
+    @macro(lambda state, *rest: state)
+    def merge_kept(e: Emitter, state: Any, scratch: Any, home: Any, groups: Any, limit: Any, thread: Any) -> Any:
+        b = e.b
+        cells = [e.variable(value) for value in state]
+        last = b.sub(groups, e.u32(1))
+        with e.loop(e.u32(0), groups, depth) as group:
+            parts = []
+            for i in range(depth):
+                own = b.add(group, e.u32(i))
+                own = b.select(b.icmp_signed("<", own, last), own, last)
+                parts.append(_recall(e, shape, scratch, b.add(home, own), thread))
+            now = [b.load(cell) for cell in cells]
+            for i, part in enumerate(parts):  # a group past the last starts past every query and changes nothing
+                start = b.mul(b.add(group, e.u32(i)), e.u32(CELLS * WARPS))
+                now = merge_all(e, shape, now, part, start, limit)
+            for cell, value in zip(cells, now, strict=True):
+                b.store(value, cell)
+        return [b.load(cell) for cell in cells]
+
+    return merge_kept
 
 
 def _store_output(shape: AttentionShape) -> Any:
     """Macro: outputs o / l, split into halves, to [rows, 2, half_pitch]; feature order (head, feature)."""
-    features = shape.head_dim // 8
+    features, size = shape.head_dim // 8, 4 * shape.own
 
     @macro(None)
     def store(
@@ -377,11 +345,11 @@ def _store_output(shape: AttentionShape) -> Any:
             m = quad * shape.mt // shape.quads
             piece = b.add(warp, e.u32(quad * WARPS - m * features))
             feature = b.add(b.shl(piece, e.u32(3)), t2)
-            for q in (0, 1):
-                query = b.add(group, e.u32(16 * m + 8 * q))
+            mine = state[size * quad : size * (quad + 1)]
+            for q in range(shape.own):
+                query = b.add(group, e.u32(8 * (shape.own * m + q)))
                 row, own = b.udiv(query, e.u32(shape.heads)), b.urem(query, e.u32(shape.heads))
-                mine = state[8 * quad : 8 * quad + 8]
-                inverse = e.asm("rcp.rn.f32 $0, $1;", F32, "=f,f", mine[5 + 2 * q])
+                inverse = e.asm("rcp.rn.f32 $0, $1;", F32, "=f,f", mine[2 * shape.own + 2 * q + 1])
                 (ah, al), (bh, bl) = (e.split(e.mul(mine[2 * q + i], inverse)) for i in (0, 1))
                 real = b.and_(b.icmp_signed("<", row, count), b.icmp_signed("<", feature, head_dim))
                 with b.if_then(real):
@@ -395,17 +363,33 @@ def _store_output(shape: AttentionShape) -> Any:
 
 @macro(i32)
 def _take_ticket(e: Emitter, tickets: Any, index: Any) -> Any:
-    """Add one to a counter; its value before."""
+    """Add one to a counter; its value before. What this block wrote is seen by who takes a later ticket."""
     address = e.b.gep(tickets, [e.i64(index)])
-    return e.asm("atom.global.add.s32 $0, [$1], 1;", I32, "=r,l,~{memory}", address, effect=True)
+    return e.asm("atom.acq_rel.gpu.global.add.s32 $0, [$1], 1;", I32, "=r,l,~{memory}", address, effect=True)
+
+
+def _prefetch(shape: AttentionShape) -> Any:
+    """Macro: bring a page's keys and values of a head closer, before the kernel before has written the newest."""
+    page_bytes = CELLS * shape.head_dim * 2 * shape.parts
+
+    @macro(None)
+    def prefetch(e: Emitter, keys: Any, values: Any, page: Any, lane: Any) -> None:
+        b = e.b
+        for cells in (keys, values):
+            first = b.add(b.mul(e.i64(page), e.i64(page_bytes // 4)), e.i64(b.shl(lane, e.u32(5))))
+            for line in range(0, page_bytes, 128 * 32):
+                address = b.gep(cells, [b.add(first, e.i64(line // 4))])
+                e.asm("prefetch.global.L2 [$0];", ir.VoidType(), "l", address, effect=True)
+
+    return prefetch
 
 
 def attention_kernel(shape: AttentionShape) -> Any:
-    """The kernel. Grid: (query tiles, heads / shape.heads, blocks that share a tile's groups); block: 256 threads."""
-    attend, merge_chunks = _attend_chunk(shape), _merge_chunks(shape)
-    merge_states, empty = _merge_states(shape.quads, shape.mt), empty_state(shape.quads)
-    limits, offsets, store = _query_limits(shape.mt), _query_offsets(shape), _store_output(shape)
-    keep, recall = _keep(shape), _recall(shape)
+    """The kernel. Grid: (query tiles, heads / shape.heads, blocks that share a tile's groups); block: 128 threads."""
+    attend, merge_chunks = _attend_chunk(shape), chunks_merger(shape)
+    merge_states, empty = states_merger(shape), empty_state(shape)
+    limits, offsets, store = _query_limits(shape), _query_offsets(shape), _store_output(shape)
+    keep, merge_kept, prefetch = _keep(shape), _merge_kept(shape), _prefetch(shape)
     heads, spread = shape.heads, shape.spread
     half = shape.head_dim // 2
 
@@ -431,6 +415,8 @@ def attention_kernel(shape: AttentionShape) -> Any:
         tile = cuda.blockIdx.x * cuda.gridDim.y + cuda.blockIdx.y
         total = empty()
         page = args.pages[table + min(cuda.blockIdx.z * WARPS + warp, chunks - 1)]
+        if spread:
+            prefetch(args.keys, args.values, page * args.kv_heads + kv_head, lane)
         wait_for_previous()
         for group in range(cuda.blockIdx.z, groups, cuda.gridDim.z):
             chunk = group * WARPS + warp
@@ -447,8 +433,6 @@ def attention_kernel(shape: AttentionShape) -> Any:
                 total = merge_states(total, state, group * (CELLS * WARPS), limit)
             cuda.syncthreads()
         if spread and groups > 1:
-            cuda.threadfence()
-            cuda.syncthreads()
             if thread == 0:
                 shares = min(groups, cuda.gridDim.z)
                 last[0] = _take_ticket(args.tickets, tile) == shares - 1
@@ -457,10 +441,7 @@ def attention_kernel(shape: AttentionShape) -> Any:
             cuda.syncthreads()
             if not last[0]:
                 return
-            cuda.threadfence()
-            for group in range(groups):
-                state = recall(args.scratch, tile * args.groups + group, thread)
-                total = merge_states(total, state, group * (CELLS * WARPS), limit)
+            total = merge_kept(total, args.scratch, tile * args.groups, groups, limit, thread)
         store(total, args.out, first, count, head, args.head_dim, args.half_pitch, thread)
 
     return kernel

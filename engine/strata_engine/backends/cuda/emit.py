@@ -28,7 +28,7 @@ from numba.cuda.extending import intrinsic
 
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32 = ir.FloatType()
-SHARED = 3  # LLVM's number of the shared address space
+GLOBAL, SHARED = 1, 3  # LLVM's numbers of address spaces
 
 u32, i32, f32 = types.uint32, types.int32, types.float32
 U32Ptr, I32Ptr, F32Ptr, U16Ptr, F64Ptr = (
@@ -164,6 +164,18 @@ class Emitter:
         """Wait for all threads of the block, as cuda.syncthreads."""
         self.asm("bar.sync 0;", ir.VoidType(), "~{memory}", effect=True)
 
+    def warp_barrier(self) -> None:
+        """Wait for all lanes of the warp, and see what they wrote."""
+        self.asm("bar.warp.sync -1;", ir.VoidType(), "~{memory}", effect=True)
+
+    def barrier_arrive(self, which: Any, threads: int) -> None:
+        """Count this warp in at a named barrier of `threads` threads, without waiting for the others."""
+        self.asm(f"bar.arrive $0, {threads};", ir.VoidType(), "r,~{memory}", which, effect=True)
+
+    def barrier_wait(self, which: Any, threads: int) -> None:
+        """Count this warp in at a named barrier and wait until `threads` threads are."""
+        self.asm(f"bar.sync $0, {threads};", ir.VoidType(), "r,~{memory}", which, effect=True)
+
     def butterfly(self, value: Any, step: int) -> Any:
         """The float32 of the lane whose number differs in bit `step`."""
         text = f"shfl.sync.bfly.b32 $0, $1, {step}, 31, -1;"
@@ -176,7 +188,8 @@ class Emitter:
     # -- memory
 
     def opaque(self, pointer: Any) -> Any:
-        """The same pointer, its sum hidden from LLVM, which would otherwise add it up anew at each use."""
+        """The same pointer into global memory, its sum hidden from LLVM, which would add it up anew at each use."""
+        pointer = self.b.addrspacecast(pointer, ir.PointerType(I32, GLOBAL))
         return self.asm("mov.b64 $0, $1;", pointer.type, "=l,l", pointer)
 
     def _vector(self, pointer: Any, count: int) -> list[Any]:
@@ -218,7 +231,7 @@ class Emitter:
         self.b.store(vector, self.b.bitcast(pointer, ir.PointerType(kind, SHARED)), align=4 * len(values))
 
     def copy_async(self, offset: Any, pointer: Any, index: Any, count: int = 4) -> None:
-        """Start copying `count` (2 or 4) words at a word index of global memory to a byte offset of shared memory."""
+        """Start copying `count` (1, 2, 4) words at a word index of global memory to a byte offset of shared memory."""
         source = self.b.gep(pointer, [self.i64(index)])
         if self.cc < (8, 0):
             self.store_shared(offset, self._vector(source, count))
@@ -314,14 +327,14 @@ def compile_ptx(kernel: Callable[..., None], signature: Any, cc: tuple[int, int]
     return text
 
 
-def zeros(count: int) -> Any:
-    """A macro without arguments: `count` float32 zeros."""
+def constants(count: int, number: float) -> Any:
+    """A macro without arguments: `count` times the same float32."""
 
     @macro(lambda: floats(count))
-    def zero(e: Emitter) -> Any:
-        return e.zeros(count)
+    def constant(e: Emitter) -> Any:
+        return [e.f32(number)] * count
 
-    return zero
+    return constant
 
 
 @macro(f32)

@@ -27,9 +27,9 @@ def build_matmul(form: Format, shape: SliceShape | TileShape, epilogue: str) -> 
 
 
 def slice_spec(form: Format, shape: SliceShape, epilogue: str, blocks: int) -> KernelSpec:
-    name = f"slice_{epilogue}_{form.name}_{shape.slices}_{shape.mt}_{shape.nt}_{shape.stages}"
+    name = f"slice_{epilogue}_{form.name}_{shape.name}_{blocks}"
     build = functools.partial(build_matmul, form, shape, epilogue)
-    return KernelSpec(f"{name}_{blocks}", build, shape.threads, shape.shared_bytes(form), blocks)
+    return KernelSpec(name, build, shape.threads, shape.shared_bytes(form), blocks)
 
 
 def tile_spec(form: Format, shape: TileShape, epilogue: str, blocks: int = 1) -> KernelSpec:
@@ -50,9 +50,9 @@ class Linear:
     def choose(self, rows: int) -> tuple[KernelSpec, SliceShape | TileShape]:
         """The kernel for a step of `rows` rows."""
         w = self.weights
-        slices = slices_of(w.tiles, w.units)
+        slices = slices_of(w.units)
         if rows <= MOST_SLICE_ROWS:
-            small, blocks = slice_shape(w.form, slices, w.tiles, rows, self.processors)
+            small, blocks = slice_shape(w.form, slices, w.tiles, w.units, rows, self.processors)
             return slice_spec(w.form, small, self.epilogue, blocks), small
         large, blocks = tile_shape(w.form, slices, w.tiles, rows, self.processors)
         return tile_spec(w.form, large, self.epilogue, blocks), large

@@ -1,8 +1,11 @@
 """The matmul family: y[row, feature] = sum over k of x[row, k] W[feature, k], for 1 to 512 rows.
 
 Tensor-core instructions m16n8k16 multiply 16 features (operand A: integer codes, exact in half precision) by 8 rows
-(operand B: activations as a high and a low half). Each block of 32 (or 16) inputs starts a sum of its own, which is
-then scaled in float32: total += scale * sum. K is cut into `slices`, fixed for a matrix; slices are added in order.
+(operand B: activations as a high and a low half). Each block of 32 (or 16) inputs starts two sums of its own, of the
+high and of the low halves, which are added and then scaled in float32: total += scale * (high + low). K is cut into
+`slices`, fixed for a matrix; slices are added in order.
+
+Up to 4 rows, the halves of a row stand side by side in operand B, so that one instruction makes both sums.
 
 Two kernels compute exactly these operations in exactly this order, so they give the same bits:
 
@@ -79,12 +82,16 @@ def _scales(e: Emitter, form: Format, raw: list[Any]) -> list[Any]:
     return [e.real(word) for word in raw]
 
 
-def _product(e: Emitter, c: list[Any], a: list[Any], high: list[Any], low: list[Any]) -> list[Any]:
-    """c + a (high + low) over a half unit, always in this order."""
-    for part in (high, low):
-        c = e.mma(c, a[:4], part[:2])
-        c = e.mma(c, a[4:], part[2:])
-    return c
+def _product(e: Emitter, a: list[Any], x: list[list[Any]]) -> list[Any]:
+    """a (high + low) over a half unit, the sum of the high halves and that of the low ones made apart.
+
+    x: [high, low] -> 4 sums; or [both in neighbouring columns] -> 2 sums, with the same bits.
+    """
+    sums = [e.mma(e.mma(e.zeros(4), a[:4], part[:2]), a[4:], part[2:]) for part in x]
+    if len(sums) == 1:
+        ((high_a, low_a, high_b, low_b),) = sums
+        return [e.add(high_a, low_a), e.add(high_b, low_b)]
+    return [e.add(high, low) for high, low in zip(*sums, strict=True)]
 
 
 def _only(e: Emitter, a: list[Any], lane: Any, part: int) -> list[Any]:
@@ -101,11 +108,15 @@ def unit_step(
     acc: list[Any],
     codes: list[Any],
     raw_scales: list[Any],
-    load_x: Callable[[int, int], tuple[list[Any], list[Any]]],
+    load_x: Callable[[int, int], list[list[Any]]],
     lane: Any,
 ) -> list[Any]:
-    """Add one unit of K to acc [mt, nt, 4]; codes [mt, code_words], raw_scales [mt, scale_words]."""
+    """Add one unit of K to acc [mt, nt, 4 or 2]; codes [mt, code_words], raw_scales [mt, scale_words].
+
+    load_x(n, half unit): operand B as `_product` takes it; with both halves of a row in one, acc has 2 values a tile.
+    """
     acc = list(acc)
+    values = len(acc) // (mt * nt)
     cw, sw, parts = form.code_words, form.scale_words, 32 // form.block
     scales = [_scales(e, form, raw_scales[m * sw : (m + 1) * sw]) for m in range(mt)]
     ones = [e.u32(ONES)] * 8
@@ -115,20 +126,22 @@ def unit_step(
             a = full if parts == 1 else [_only(e, word, lane, part) for word in full]
             block = half * parts + part
             for n in range(nt):
-                high, low = load_x(n, half)
+                x = load_x(n, half)
                 if form.offset:
                     one = ones if parts == 1 else _only(e, ones, lane, part)
-                    x_sum = _product(e, e.zeros(4), one, high, low)
+                    x_sum = _product(e, one, x)[: values // 2]  # the same for both places
                 for m in range(mt):
-                    at = 4 * (m * nt + n)
-                    if form.scale == "none":
-                        acc[at : at + 4] = _product(e, acc[at : at + 4], a[m], high, low)
-                        continue
-                    total = _product(e, e.zeros(4), a[m], high, low)
-                    for i in range(4):
-                        value = e.fma(scales[m][2 * block + i // 2], total[i], acc[at + i])
+                    at = values * (m * nt + n)
+                    for i, total in enumerate(_product(e, a[m], x)):
+                        place = 2 * i // values
+                        if form.scale == "none":
+                            acc[at + i] = e.add(acc[at + i], total)
+                            continue
+                        value = e.fma(scales[m][2 * block + place], total, acc[at + i])
                         if form.offset:
-                            value = e.fma(scales[m][len(scales[m]) // 2 + 2 * block + i // 2], x_sum[i], value)
+                            value = e.fma(
+                                scales[m][len(scales[m]) // 2 + 2 * block + place], x_sum[i % len(x_sum)], value
+                            )
                         acc[at + i] = value
     return acc
 
@@ -142,8 +155,8 @@ def first_unit(slice_, units, slices):
     return slice_ * units // slices
 
 
-def norm_factors() -> Any:
-    """Macro: 1 / root mean square of rows first .. first + 7, one a lane (lanes 0 to 7), by a whole warp.
+def norm_factors(count: int = 8) -> Any:
+    """Macro: 1 / root mean square of rows first .. first + count - 1, one a lane (lanes 0 on), by a whole warp.
 
     Each lane adds every 32nd sum of squares of every row, then the lanes are added as a tree: one order for all rows.
     """
@@ -153,14 +166,14 @@ def norm_factors() -> Any:
         e: Emitter, squares: Any, index: Any, first: Any, rows: Any, tiles: Any, inverse: Any, epsilon: Any, lane: Any
     ) -> Any:
         b, starts = e.b, []
-        for i in range(8):
+        for i in range(count):
             row = row_at(e, index, b.add(first, e.u32(i)), rows)
             starts.append(b.add(b.mul(row, tiles), lane))
         totals = _lane_sums(e, squares, starts, tiles, lane)
         for step in (16, 8, 4, 2, 1):
             totals = [e.add(total, e.butterfly(total, step)) for total in totals]
         mine = totals[0]
-        for i in range(1, 8):
+        for i in range(1, count):
             mine = b.select(b.icmp_unsigned("==", lane, e.u32(i)), totals[i], mine)
         root = e.asm("sqrt.rn.f32 $0, $1;", mine.type, "=f,f", e.fma(mine, inverse, epsilon))
         return e.asm("rcp.rn.f32 $0, $1;", mine.type, "=f,f", root)

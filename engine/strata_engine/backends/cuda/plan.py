@@ -7,7 +7,7 @@ alone.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .device import KernelSpec
@@ -17,43 +17,76 @@ from .shapes import THREADS, AttentionShape, SliceShape, TileShape
 MOST_SLICE_ROWS = 64  # more rows than this take the tile kernel
 RING_BYTES = 96 << 10  # shared memory of a multiprocessor for weights under way
 SHARED_BYTES = 220 << 10  # what blocks may use of a multiprocessor's shared memory
+MOST_SHARES = 32  # blocks over which the cells of a row are spread
 SPREAD_ROWS = 32  # up to here the cells of a row are spread over blocks
 
 
-def slices_of(tiles: int, units: int) -> int:
-    """Into how many slices K is cut: decides the order of adding, so it may depend on the matrix alone."""
+def slices_of(units: int) -> int:
+    """Into how many slices K is cut: decides the order of adding, so it may depend on the matrix alone.
+
+    Equal slices, where there is a number of them that gives any: they allow steps of several units.
+    """
     if units <= 12:
         return units
     if units < 32:
         return -(-units // 2)
-    return 16 if 2 * units > tiles else 8
+    counts = (8, 9, 10, 11, 12) if units < 128 else (14, 16, 15, 13, 12)
+    return next((count for count in counts if units % count == 0), counts[0])
 
 
-def slice_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[SliceShape, int]:
+def slice_shape(
+    form: Format, slices: int, tiles: int, units: int, rows: int, processors: int
+) -> tuple[SliceShape, int]:
     """(shape, blocks a multiprocessor) of the slice kernel.
 
-    Tiles of one warp share what it reads of the activations: the more rows there are, the more that counts.
+    Tiles of one warp share what it reads of the activations, and the wait for the other warps.
     """
-    nt = 1 if rows <= 8 else 2
+    if rows > 8:
+        return _many_slice_shape(form, slices, tiles, rows, processors)
+    few = rows <= 4
+    chunk, whole = slice_steps(form, slices, units, few)
     mt, blocks = 1, 1
-    if nt == 1:
-        if tiles % 2 == 0 and (tiles >= 6 * processors or slices >= 16 and tiles > processors):
-            mt = 2
-        if slices < 12:
-            blocks = 3 if slices <= 8 and mt == 1 and tiles > 2 * processors else 2
-    else:
-        down = -(-rows // 16)
-        counts = (2, 1) if slices > 12 else (4, 2, 1)
-        mt = next((n for n in counts if tiles % n == 0 and tiles // n * down > 0.9 * processors), 1)
-    shape = SliceShape(slices, mt, nt)
-    room = RING_BYTES if nt == 1 else SHARED_BYTES - 2 * shape.set_bytes
-    stages = max(2, min(8, room // (blocks * slices * shape.slot_bytes(form))))
-    return SliceShape(slices, mt, nt, stages), blocks
+    if slices < 12:
+        blocks = -(-tiles // processors)
+        if blocks > (3 if few else 2):
+            mt = 2 - tiles % 2
+            blocks = 1 if not few and whole and chunk * form.vectors > 2 else 2  # one: activations fill the registers
+        if blocks == 3 and not whole:
+            chunk = min(chunk, 2)
+    elif tiles > processors:
+        mt = 2 - tiles % 2
+    return _with_stages(SliceShape(slices, mt, 1, 2, few, chunk, whole), form, blocks, RING_BYTES), blocks
+
+
+def _many_slice_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[SliceShape, int]:
+    """`slice_shape` for more than 8 rows: 16 rows a warp, in as many tiles as keep all multiprocessors busy."""
+    counts = (2, 1) if slices > 12 else (4, 2, 1)
+    down = -(-rows // 16)
+    mt = next((n for n in counts if tiles % n == 0 and tiles // n * down > 0.9 * processors), 1)
+    shape = SliceShape(slices, mt, 2)
+    return _with_stages(shape, form, 1, SHARED_BYTES - 2 * shape.set_bytes), 1
+
+
+def _with_stages(shape: SliceShape, form: Format, blocks: int, room: int) -> SliceShape:
+    """The shape with as many stages as `room` bytes of a multiprocessor hold: 2 to 8."""
+    stages = max(2, min(8, room // (blocks * shape.slices * shape.slot_bytes(form))))
+    return replace(shape, stages=stages)
+
+
+def slice_steps(form: Format, slices: int, units: int, few: bool) -> tuple[int, bool]:
+    """(units a step, whether that is a whole slice): as many as leave room in registers for their activations."""
+    if units % slices:
+        return 1, False
+    own, vectors = units // slices, form.vectors
+    if own * vectors <= 4:
+        return own, True
+    most = max(1, (4 if few and slices < 12 else 2) // vectors)
+    return next(n for n in range(most, 0, -1) if own % n == 0), False
 
 
 # mt, nt, across, down, stages, blocks
-TILE_SHAPES = ((4, 4, 2, 2, 2, 2), (2, 4, 4, 2, 3, 1), (2, 2, 2, 2, 3, 4))
-TILE_COSTS = (1.0, 1.25, 1.35)  # time a product and row, against the first, when the GPU is full
+TILE_SHAPES = ((4, 4, 2, 2, 2, 2), (2, 4, 4, 2, 3, 1), (2, 4, 2, 2, 3, 3), (2, 2, 2, 2, 3, 4))
+TILE_COSTS = (1.0, 1.19, 1.15, 1.3)  # time a product and row, against the first, when the GPU is full
 
 
 def tile_shape(form: Format, slices: int, tiles: int, rows: int, processors: int) -> tuple[TileShape, int]:
@@ -88,13 +121,11 @@ class AttentionPlan:
     def choose(self, bucket: int) -> tuple[KernelSpec, AttentionShape, int]:
         """(kernel, its shape, blocks a tile) for a step of `bucket` rows."""
         spread = bucket <= SPREAD_ROWS
-        heads = next(h for h in range(min(16, self.heads), 0, -1) if self.heads % h == 0)
+        heads = next(h for h in range(min(8 if spread else 16, self.heads), 0, -1) if self.heads % h == 0)
+        shape = AttentionShape(self.cell_dim, heads, self.parts, 1, spread)
         if spread:
-            shape, blocks = AttentionShape(self.cell_dim, heads, self.parts, 1, True), 1
-        else:
-            mt, blocks = (1, 2) if self.cell_dim <= 64 else (2, 1)
-            shape = AttentionShape(self.cell_dim, heads, self.parts, mt, False)
-        return attention_spec(shape, blocks), shape, min(16, self.groups) if spread else 1
+            return attention_spec(shape), shape, min(MOST_SHARES, self.groups)
+        return attention_spec(shape, 3 if self.cell_dim <= 64 else 2), shape, 1
 
     @property
     def scratch_bytes(self) -> int:

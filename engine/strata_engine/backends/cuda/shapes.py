@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .layout import TILE, UNIT, Format
 
 CELLS = 64  # cells a page of the cache, and a chunk of attention
-WARPS = 8  # chunks a group
+WARPS = 4  # chunks a group
 THREADS = 32 * WARPS  # of an attention block
 
 
@@ -19,21 +19,30 @@ class SliceShape:
     slices: int  # worker warps
     mt: int = 1  # tiles a warp; divides the matrix's tiles
     nt: int = 1  # groups of 8 rows
-    stages: int = 8  # units whose weights are under way
+    stages: int = 8  # steps whose weights are under way
+    few: bool = False  # at most 4 rows: their high and low halves share an instruction; nt is 1
+    chunk: int = 1  # units a step; divides the units of every slice
+    whole: bool = False  # a step is a whole slice: the activations stay in registers
     # a finishing warp has one row group; with one row group, one tile
     finishing = property(lambda self: self.mt if self.nt == 1 else self.nt)
     threads = property(lambda self: 32 * (self.slices + self.finishing))
-    rows = property(lambda self: 8 * self.nt)
-    part_bytes = property(lambda self: 512 * self.slices * self.mt * self.nt)
+    rows = property(lambda self: 4 if self.few else 8 * self.nt)
+    values = property(lambda self: 2 if self.few else 4)  # sums of a lane, tile and row group
+    part_bytes = property(lambda self: 128 * self.values * self.slices * self.mt * self.nt)
     # a power of two, so that the two sets of sums are told apart by one bit
     set_bytes = property(lambda self: 1 << (self.part_bytes - 1).bit_length())
 
-    def unit_bytes(self, form: Format) -> int:
-        """Bytes of a unit of a tile in a ring: codes, and each lane's own scales."""
-        return 512 * form.vectors + 128 * form.scale_words
+    @property
+    def name(self) -> str:
+        kind = ("few" if self.few else "") + ("whole" if self.whole else "")
+        return f"{self.slices}_{self.mt}_{self.nt}_{self.stages}_{self.chunk}{kind}"
+
+    def tile_bytes(self, form: Format) -> int:
+        """Bytes of a step of one tile in a ring: codes, then scales."""
+        return self.chunk * (512 * form.vectors + 32 * form.scale_words)
 
     def slot_bytes(self, form: Format) -> int:
-        return self.mt * self.unit_bytes(form)
+        return self.mt * self.tile_bytes(form)
 
     def shared_bytes(self, form: Format) -> int:
         return 2 * self.set_bytes + self.slices * self.stages * self.slot_bytes(form)
@@ -58,23 +67,30 @@ class TileShape:
         return x + self.mt * self.across * (128 * form.code_words + 32 * form.scale_words)
 
     def shared_bytes(self, form: Format) -> int:
-        return 4 * self.rows + 16 * self.mt * self.nt * self.threads + self.stages * self.stage_bytes(form)
+        totals = 16 * self.mt * self.nt * self.threads
+        return 4 * self.rows + max(totals, self.stages * self.stage_bytes(form))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Compile-time shape: head size, query heads of a tile, parts of a cell, 16-query groups a tile."""
+    """Compile-time shape: head size, query heads of a tile, parts of a cell, operands A a tile.
+
+    `spread`: for few rows. An operand A holds the high halves of 8 queries and below them the low ones; else the halves
+    of 16 queries are two operands.
+    """
 
     head_dim: int
     heads: int  # query heads that share a key-value head and a tile
     parts: int = 1
     mt: int = 1
     spread: bool = True
-    queries = property(lambda self: 16 * self.mt)
-    rows = property(lambda self: 16 * self.mt // self.heads)  # rows a tile
-    quads = property(lambda self: self.mt * self.head_dim // 64)  # 4-value pieces of the output a thread merges
+    own = property(lambda self: 1 if self.spread else 2)  # queries of a lane and operand
+    queries = property(lambda self: 8 * self.own * self.mt)
+    rows = property(lambda self: self.queries // self.heads)  # rows a tile
+    # pieces of the output (2 values of each of `own` queries) that a thread merges
+    quads = property(lambda self: self.mt * self.head_dim // (8 * WARPS))
     shared_bytes = property(lambda self: WARPS * self.queries * (self.head_dim + 2) * 4)
-    partial_floats = property(lambda self: THREADS * 8 * self.quads)  # scratch of a tile, head and group
+    partial_floats = property(lambda self: THREADS * 4 * self.own * self.quads)  # scratch of a tile, head and group
 
 
 # -- arguments that a kernel or an epilogue takes as one tuple
@@ -131,7 +147,7 @@ class Cells(NamedTuple):
     pages: Any  # int32 [slots, pages a slot]
     tiles: Any  # int32 [tiles, 2]: first row, rows (0: nothing to do)
     out: Any  # words [rows, 2, half_pitch]
-    scratch: Any  # float32 [tile, head tile, group, quad, 8, thread]
+    scratch: Any  # float32 [tile, head tile, group, quad, thread, 4]
     tickets: Any  # int32 [tile, head tile], zero before and after
     heads: Any  # query heads of the model
     kv_heads: Any

@@ -9,6 +9,7 @@ from numba import cuda, types
 
 from .emit import (
     Emitter,
+    constants,
     copy_commit,
     copy_wait,
     i32,
@@ -19,7 +20,6 @@ from .emit import (
     mul,
     store_shared1,
     wait_for_previous,
-    zeros,
 )
 from .layout import UNIT, Format
 from .matmul import first_unit, norm_factors, row_at, unit_step
@@ -134,49 +134,45 @@ def _shared_step(form: Format, shape: TileShape) -> Any:
                 for i in range(0, sw, min(4, sw)):
                     scales += e.load_shared(b.add(offset, b.add(at, e.u32(scales_at + 4 * i))), min(4, sw))
 
-        def load_x(n: int, half: int) -> tuple[list[Any], list[Any]]:
+        def load_x(n: int, half: int) -> list[list[Any]]:
             at = b.add(halves[half], e.u32(1024 * n))
-            return e.load_shared(at, 4), e.load_shared(b.add(at, e.u32(plane)), 4)
+            return [e.load_shared(at, 4), e.load_shared(b.add(at, e.u32(plane)), 4)]
 
         return unit_step(e, form, mt, nt, acc, codes, scales, load_x, lane)
 
     return step
 
 
-def _add_sums(parts: int, threads: int) -> Any:
-    """Macro: add acc [parts, 4] to the totals in shared memory [part, thread, 4]; `first`: store it."""
+@macro(lambda totals, sums: totals)
+def _add_all(e: Emitter, totals: Any, sums: Any) -> Any:
+    return [e.add(total, own) for total, own in zip(totals, sums, strict=True)]
+
+
+def _store_all(parts: int, threads: int) -> Any:
+    """Macro: totals [parts, 4] to shared memory [part, thread, 4], where a loop can index them."""
 
     @macro(None)
-    def add(e: Emitter, acc: Any, offset: Any, first: Any) -> None:
-        fresh = e.b.icmp_unsigned("!=", first, e.u32(0))
+    def store(e: Emitter, totals: Any, offset: Any) -> None:
         for i in range(parts):
             at = e.b.add(offset, e.u32(16 * threads * i))
-            own = acc[4 * i : 4 * i + 4]
-            old = e.load_shared(at, 4)
-            sums = [e.b.select(fresh, v, e.add(e.real(o), v)) for o, v in zip(old, own, strict=True)]
-            e.store_shared(at, [e.bits(v) for v in sums])
+            e.store_shared(at, [e.bits(value) for value in totals[4 * i : 4 * i + 4]])
 
-    return add
+    return store
 
 
 def tile_kernel(form: Format, shape: TileShape, prepare: Any, finish: Any, normed: bool) -> Any:
     """A kernel for many rows: the same operations as `slice_kernel`, slice after slice in each warp.
 
     Grid: (blocks of `shape.rows` rows, blocks of `shape.features` features): neighbours share weights in L2. Shared
-    memory: norm factors [rows], totals [part, thread, 4], then `stages` stages of one unit.
+    memory: norm factors [rows], then `stages` stages of one unit; at the end the totals [part, thread, 4] instead.
     """
     slices, mt, nt, stages, threads = shape.slices, shape.mt, shape.nt, shape.stages, shape.threads
     rows_a_block, parts, warps, across = shape.rows, shape.mt * shape.nt, shape.threads // 32, shape.across
     copies = Copies(form, shape)
     sources, stage, step = _sources(copies), _stage(copies), _shared_step(form, shape)
-    add_sums, zero, wait, factors_of = (
-        _add_sums(parts, threads),
-        zeros(4 * parts),
-        copy_wait(stages - 2),
-        norm_factors(),
-    )
-    totals = 4 * rows_a_block
-    ring = totals + 16 * parts * threads
+    store_all, zero, nothing = _store_all(parts, threads), constants(4 * parts, 0.0), constants(4 * parts, -0.0)
+    wait, factors_of = copy_wait(stages - 2), norm_factors()
+    ring = 4 * rows_a_block
     stage_bytes = shape.stage_bytes(form)
 
     def kernel(codes, scales, x, index, rows, units, tiles, norm, out):
@@ -198,6 +194,7 @@ def tile_kernel(form: Format, shape: TileShape, prepare: Any, finish: Any, norme
                 factor = factors_of(squares, index, first_row + i, rows, norm_tiles, inverse, epsilon, lane)
                 if lane < 8:
                     store_shared1(4 * (i + lane), factor)
+        totals = nothing()  # -0: adding to it changes no bit
         for s in range(slices):
             acc = zero()
             for unit in range(first_unit(s, units, slices), first_unit(s + 1, units, slices)):
@@ -208,9 +205,11 @@ def tile_kernel(form: Format, shape: TileShape, prepare: Any, finish: Any, norme
                     stage(ring + ahead % stages * stage_bytes, x, codes, scales, source, ahead, thread)
                 copy_commit()
                 acc = step(acc, ring + unit % stages * stage_bytes, warp, lane)
-            add_sums(acc, totals + 16 * thread, 1 if s == 0 else 0)
+            totals = _add_all(totals, acc)
+        cuda.syncthreads()
+        store_all(totals, ring + 16 * thread)
         for i in range(parts):
-            a0, a1, b0, b1 = load_shared4(totals + (i * threads + thread) * 16)
+            a0, a1, b0, b1 = load_shared4(ring + (i * threads + thread) * 16)
             column = (warp // across) * (8 * nt) + (i % nt) * 8 + (lane & 3) * 2
             if normed:
                 r0 = load_shared1(4 * column)
