@@ -38,7 +38,8 @@ FLUSH_GRID, FLUSH_THREADS = 1056, 256
 CHAIN = GenParams(temperature=0.8, top_k=20, top_p=0.95, min_p=0.05, seed=1)
 PENALISED = dataclasses.replace(CHAIN, penalty_repeat=1.1, penalty_freq=0.1, penalty_last_n=64)
 LONG = dataclasses.replace(PENALISED, penalty_last_n=PENALTY_LAST_N_MAX)
-ARG_MAX, SKEWED = "arg-max", "the same, ids as in text"  # the arg-max of what the head leaves of each tile of tokens
+ARG_MAX = "arg-max"  # of what the head's matmul leaves of each tile of tokens
+SKEWED = "chain, 4,096, ids as in text"
 CASES = {
     "chain": CHAIN,
     "chain, penalties over 64": PENALISED,
@@ -159,8 +160,8 @@ def arg_max(device: Device, vocab: int, rows: int) -> Callable[[], None]:
     kernel, tiles = device.load(argmax_spec()), -(-vocab // TILE)
     top = device.upload(np.random.default_rng(0).normal(10.0, 1.0, (rows, tiles)).astype(np.float32))
     best = device.upload(np.tile(np.arange(0, vocab, TILE, dtype=np.int32), (rows, 1)))
-    choice = device.allocate(4 * rows)
-    return lambda: device.launch(kernel, (rows,), top, best, tiles, choice)
+    header, chosen, choices = device.allocate(8), device.allocate(4 * rows), device.pinned(rows).ctypes.data
+    return lambda: device.launch(kernel, (rows,), top, best, tiles, header, chosen, choices)
 
 
 def history(vocab: int, skewed: bool) -> Int32:

@@ -48,8 +48,9 @@ LOWEST = np.float32(np.finfo(np.float32).min)  # under this is only -inf
 HIGHEST = np.float32(np.finfo(np.float32).max)
 LOWEST_KEY = np.uint32(0x00800000)  # ordered(LOWEST)
 ALL_ONES = np.uint32(0xFFFFFFFF)
-# places of `counters`, shared uint32: candidates of each list (0, 1), the largest raw logit, each list's largest key
-PEAK, PEAKS, COUNTERS = 2, 3, 5
+# places of `counters`, shared uint32: candidates of each list (0, 1), the largest raw logit, each list's largest key, 1
+# if the late token has no entry
+PEAK, PEAKS, ALONE, COUNTERS = 2, 3, 5, 6
 OCTAVE = np.uint32(0x007FFFFF)  # ordered floats from a power of two to the next, less one
 LAST_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -159,7 +160,7 @@ def penalised(logit, count, repeat, freq, present):
     return sub(logit, add(mul(np.float32(count), freq), present))
 
 
-def adjuster(shape: Shape) -> tuple[Any, Any, Any, Any]:
+def adjuster(shape: Shape) -> tuple[Any, ...]:
     """Device functions: `mark` what is penalised or biased in a segment, two to adjust its logits, one to look one up.
 
     What is marked has a bit in the word of `hits` of the thread that holds its logit, and its adjusted logit in the
@@ -178,36 +179,23 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any, Any]:
         return cuda.atomic.or_(hits, np.uint32(owner_of(local)), bit_of(local))
 
     @inlined
-    def bias_range(ints, at, first):
-        """Where this thread's biases of the segment begin, where the segment's end."""
-        return bias_position(ints, at, first) + cuda.threadIdx.x, bias_position(ints, at, first + segment)
+    def mark(a, b, c, d, ints, begin, end, late, hits, counters):
+        """Mark the window, before the logits are there; a..d: the thread's first entries.
 
-    @inlined
-    def mark(first, ints, at, begin, end, late, hits):
-        """Mark all tokens, before the logits are there. True in the thread that has to adjust the late one by itself.
-
-        `hits` is 0, and a barrier has passed; another ends this.
+        counters[ALONE] = 1 if the late token has no entry. `hits` is 0, and a barrier has passed; another ends this.
         """
-        thread, alone = cuda.threadIdx.x, False
-        start = begin
-        while start < end:
-            a, b, c, d = load_entries(ints, start, end, thread, threads)
-            mark_one(local_part(a), hits)
-            mark_one(local_part(b), hits)
-            mark_one(local_part(c), hits)
-            mark_one(local_part(d), hits)
-            start += opaque(4 * threads)
+        mark_one(local_part(a), hits)
+        mark_one(local_part(b), hits)
+        mark_one(local_part(c), hits)
+        mark_one(local_part(d), hits)
+        i = begin + 4 * threads + cuda.threadIdx.x
+        while i < end:
+            mark_one(local_part(ints[i]), hits)
+            i += opaque(threads)
         if late >= 0:
             cuda.syncthreads()
-            if thread == 0:
-                alone = np.uint32(mark_one(late, hits) & bit_of(late)) == 0
-            cuda.syncthreads()
-        if ints[at + BIASES] > 0:
-            i, high = bias_range(ints, at, first)
-            while i < high:
-                mark_one(far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first, hits)
-                i += opaque(threads)
-        return alone
+            if cuda.threadIdx.x == 0 and np.uint32(mark_one(late, hits) & bit_of(late)) == 0:
+                counters[ALONE] = 1
 
     @inlined
     def put(logit, entry, late, repeat, freq, present, table):
@@ -218,49 +206,40 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any, Any]:
             table[np.uint32(local)] = bits_of(penalised(logit, count, repeat, freq, present))
 
     @inlined
-    def put_biased(logit, local, count, first, requests, at, table):
-        """The same for a token of a row with biases, which came `count` times."""
-        ints, floats = requests.ints, requests.floats
-        logit = biased(logit, ints, at, bias_position(ints, at, first + local), first + local)
-        if count > 0:
-            logit = penalised(logit, count, floats[at + REPEAT], floats[at + FREQ], floats[at + PRESENT])
-        table[np.uint32(local)] = bits_of(logit)
-
-    @inlined
-    def adjust(logits, base, first, requests, at, begin, end, late, alone, table):
-        """Fill the table for a row without biases. A barrier ends it."""
-        ints, floats = requests.ints, requests.floats
-        repeat, freq, present = floats[at + REPEAT], floats[at + FREQ], floats[at + PRESENT]
-        start = begin
-        while start < end:
-            a, b, c, d = load_entries(ints, start, end, cuda.threadIdx.x, threads)
-            of_a, of_b, of_c, of_d = load_entry_logits(logits, base + first, a, b, c, d)
-            put(of_a, a, late, repeat, freq, present, table)
-            put(of_b, b, late, repeat, freq, present, table)
-            put(of_c, c, late, repeat, freq, present, table)
-            put(of_d, d, late, repeat, freq, present, table)
-            start += opaque(4 * threads)
-        if alone:
+    def adjust_more(logits, base, first, ints, begin, end, late, repeat, freq, present, table, counters):
+        """Adjust what is not among the threads' first entries: seldom anything."""
+        i = begin + 4 * threads + cuda.threadIdx.x
+        while i < end:
+            put(logits[base + first + local_part(ints[i])], ints[i], late, repeat, freq, present, table)
+            i += opaque(threads)
+        if cuda.threadIdx.x == 0 and counters[ALONE] == 1:
             put(logits[base + first + late], late, late, repeat, freq, present, table)
 
     @inlined
-    def adjust_biased(logits, base, first, requests, at, begin, end, late, alone, table):
-        """Fill the table for a row with biases: for what is biased, then again for what is in the window, too."""
-        ints = requests.ints
-        i, high = bias_range(ints, at, first)
-        while i < high:
-            local = far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first
-            put_biased(logits[base + first + local], local, 0, first, requests, at, table)
-            i += opaque(threads)
-        cuda.syncthreads()
-        i = begin + cuda.threadIdx.x
-        while i < end:
-            local, count = local_part(ints[i]), ints[i] >> COUNT_SHIFT
-            count += 1 if local == late else 0
-            put_biased(logits[base + first + local], local, count, first, requests, at, table)
-            i += opaque(threads)
-        if alone:
-            put_biased(logits[base + first + late], late, 1, first, requests, at, table)
+    def adjust_biased(logits, base, first, requests, at, begin, end, late, table, hits, counters):
+        """Mark the biases, too, and fill the table: as if no biased token were in the window, then for the window."""
+        ints, floats, thread = requests.ints, requests.floats, cuda.threadIdx.x
+        for part in range(opaque(3)):  # biases, entries, the late token that has none
+            i, high = thread, np.int32(counters[ALONE])
+            if part == 0:
+                i, high = bias_position(ints, at, first) + thread, bias_position(ints, at, first + segment)
+            elif part == 1:
+                i, high = begin + thread, end
+            while i < high:
+                local, count = late, 1
+                if part == 0:
+                    local, count = far_word(ints[at + BIAS_IDS], ints[at + BIAS_IDS + 1], i) - first, 0
+                    mark_one(local, hits)
+                elif part == 1:
+                    local = local_part(ints[i])
+                    count = (ints[i] >> COUNT_SHIFT) + (1 if local == late else 0)
+                logit = logits[base + first + local]
+                logit = biased(logit, ints, at, bias_position(ints, at, first + local), first + local)
+                if count > 0:
+                    logit = penalised(logit, count, floats[at + REPEAT], floats[at + FREQ], floats[at + PRESENT])
+                table[np.uint32(local)] = bits_of(logit)
+                i += opaque(threads)
+            cuda.syncthreads()
 
     @inlined
     def adjusted(logit, local, table, hits):
@@ -271,7 +250,7 @@ def adjuster(shape: Shape) -> tuple[Any, Any, Any, Any]:
             else logit
         )
 
-    return mark, adjust, adjust_biased, adjusted
+    return mark, put, adjust_more, adjust_biased, adjusted
 
 
 def candidate_stage(shape: Shape) -> Any:
@@ -284,7 +263,7 @@ def candidate_stage(shape: Shape) -> Any:
     macros = logit_macros(shape.threads, shape.vectors, shape.wide)
     load, largest, above = macros.load, macros.largest, macros.above
     pick, exp_sum, patched = macros.pick, macros.exp_sum, macros.patched
-    mark, adjust, adjust_biased, adjusted = adjuster(shape)
+    mark, put, adjust_more, adjust_biased, adjusted = adjuster(shape)
     threads, segment = shape.threads, shape.segment
     warps = threads // WARP
 
@@ -346,27 +325,34 @@ def candidate_stage(shape: Shape) -> Any:
         first, base = block * segment, row * vocab
         keep, lists, alternatives = ints[at + KEEP], ints[at + LISTS_WANTED], ints[at + ALTERNATIVES]
         begin, end, biases = ints[at + WORDS + block], ints[at + WORDS + block + 1], ints[at + BIASES]
-        late = ints[at + LATE] - 1
-        if late >= 0:
-            late = local_of(requests.chosen[late], first, segment)
-        changed = begin < end or late >= 0 or biases > 0
         if thread < COUNTERS:
             counters[np.uint32(thread)] = 0
         hits[np.uint32(thread)] = 0
         cuda.syncthreads()
-        alone = False
+        late = ints[at + LATE] - 1  # behind the barrier: what is compared next must not hold up the reads above
+        if late >= 0:
+            late = local_of(requests.chosen[late], first, segment)
+        changed = begin < end or late >= 0 or biases > 0
+        a, b, c, d = load_entries(ints, begin, end, thread, threads)
         if changed:
-            alone = mark(first, ints, at, begin, end, late, hits)
+            mark(a, b, c, d, ints, begin, end, late, hits, counters)
         let_next_start()
         wait_for_previous()
         if keep == 0:
             return
-        x = load(logits, base, first, thread, vocab)
         if biases > 0:
-            adjust_biased(logits, base, first, requests, at, begin, end, late, alone, table)
-        elif changed:
-            adjust(logits, base, first, requests, at, begin, end, late, alone, table)
-        if changed:
+            cuda.syncthreads()
+            adjust_biased(logits, base, first, requests, at, begin, end, late, table, hits, counters)
+        of_a, of_b, of_c, of_d = load_entry_logits(logits, base + first, a, b, c, d)  # these arrive before the others
+        x = load(logits, base, first, thread, vocab)
+        if changed and biases == 0:
+            floats = requests.floats
+            repeat, freq, present = floats[at + REPEAT], floats[at + FREQ], floats[at + PRESENT]
+            put(of_a, a, late, repeat, freq, present, table)
+            put(of_b, b, late, repeat, freq, present, table)
+            put(of_c, c, late, repeat, freq, present, table)
+            put(of_d, d, late, repeat, freq, present, table)
+            adjust_more(logits, base, first, ints, begin, end, late, repeat, freq, present, table, counters)
             cuda.syncthreads()
         if alternatives >= 0:
             top = block_largest(largest(x), counters)

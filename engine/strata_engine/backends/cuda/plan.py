@@ -215,4 +215,4 @@ def _build_argmax() -> tuple[Any, Any]:
 
 
 def argmax_spec() -> KernelSpec:
-    return KernelSpec("argmax", _build_argmax, 256)
+    return KernelSpec("argmax", _build_argmax, 1024)
