@@ -57,11 +57,11 @@ def choose(logits, draws, ahead=()):
 
 def late_cases():
     """What differs where the step before chose the window's last token and the choice hangs on its being counted."""
-    logits = np.zeros((1, 300), np.float32)
+    logits = np.zeros((1, 130), np.float32)
     logits[0, [7, 9]] = 3.0, 2.0  # once -0.7 keeps token 7 ahead, twice does not
-    for known in ([], [7], [200, 8]):
+    for known in ([], [7], [129, 8]):
         for penalty in ({"penalty_freq": 0.7}, {"penalty_freq": 1.5}, {"penalty_present": 1.5}):
-            for bias in ((), ((7, 0.1),), ((8, 0.1),)):
+            for bias in ((), ((7, 0.1),)):
                 params, history = GenParams(**penalty, logit_bias=bias), np.array([*known, 7], np.int32)
                 draw = Draw(params, 0, np.array([*known, -1], np.int32))
                 wrong = difference(choose(logits, [draw], (7,))[0], reference(logits, [Draw(params, 0, history)])[0])
