@@ -59,7 +59,7 @@ def test_kernel_for_unaligned_rows_compiles(name):
     assert "ld.global.L1::no_allocate.v4" not in compile_spec(kernel_spec(name, Shape(wide=False)), (9, 0))
 
 
-@pytest.mark.parametrize(("seed", "rows", "vocab"), [(9, 8, 33), (2, 4, 300)])
+@pytest.mark.parametrize(("seed", "rows", "vocab"), [(9, 8, 33), (2, 4, 300), (0, 0, 1)])
 def test_kernels_match_the_reference_in_the_simulator(seed, rows, vocab):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", Path(__file__).with_name("simulate_cuda.py"), *map(str, (seed, rows, vocab))],
