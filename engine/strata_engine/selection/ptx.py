@@ -86,6 +86,9 @@ if SIMULATED:
         warp = _gather(value)[first : first + 32]
         return sum(warp[: cuda.threadIdx.x % 32]), sum(warp)
 
+    def warp_any(condition):
+        raise NotImplementedError("a warp of its own does not meet the others at barriers here")
+
     @cuda.jit(device=True)
     def warp_get(value, lane):
         return np.int32(_gather(value)[cuda.threadIdx.x // 32 * 32 + lane])
@@ -264,6 +267,11 @@ else:
                 total = np.int32(total + other)
             step *= 2
         return np.int32(total - value), cuda.shfl_sync(ALL_LANES, total, 31)
+
+    @cuda.jit(device=True)
+    def warp_any(condition):
+        """True if the condition holds in a lane of the warp."""
+        return cuda.any_sync(ALL_LANES, condition)
 
     @cuda.jit(device=True)
     def warp_get(value, lane):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .ptx import SIMULATED, THREADS, cuda, onward, sum_below, warp_get, warp_pick
+from .ptx import SIMULATED, THREADS, cuda, onward, sum_below, warp_any, warp_get, warp_pick
 from .reference import BLOCK
 from .steps import CANDIDATES, GATHERED, ONE, STEP, TOP, find_bin, in_range, key_of, tail_key, u
 
@@ -201,6 +201,9 @@ def _emit(total, shift, fill, out, pool, hist):
         slot, block = np.int32(0), np.int32(0)
         if done + thread < blocks:
             slot, block = _slot_of(done + thread, shift, fill, pool, hist)
+        if not SIMULATED and not warp_any(block & 7 != 0):
+            done = onward(done, STEP)
+            continue  # ties that are not taken
         for j in range(BLOCK):
             source = np.int32(8 * j + (lane >> 2))
             its_slot, its_block = warp_get(slot, source), warp_get(block, source)
