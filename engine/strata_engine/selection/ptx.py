@@ -87,6 +87,10 @@ if SIMULATED:
         return sum(warp[: cuda.threadIdx.x % 32]), sum(warp)
 
     @cuda.jit(device=True)
+    def warp_any(condition):
+        return True  # it may spare a warp the calls at which all have to meet
+
+    @cuda.jit(device=True)
     def warp_get(value, lane):
         return np.int32(_gather(value)[cuda.threadIdx.x // 32 * 32 + lane])
 
@@ -264,6 +268,11 @@ else:
                 total = np.int32(total + other)
             step *= 2
         return np.int32(total - value), cuda.shfl_sync(ALL_LANES, total, 31)
+
+    @cuda.jit(device=True)
+    def warp_any(condition):
+        """True if the condition holds in a lane of the warp; what it guards must do nothing where it holds in none."""
+        return cuda.any_sync(ALL_LANES, condition)
 
     @cuda.jit(device=True)
     def warp_get(value, lane):

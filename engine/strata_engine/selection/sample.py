@@ -40,6 +40,7 @@ from .wide import select_wide
 
 SPLITS = 4 if SIMULATED else 16  # blocks of threads a query of a window
 AT_ONCE = 4  # candidates of a split that a lane fetches before it knows how many there are
+ALONE = np.int32(128 if SIMULATED else 512)  # candidates of a split that one warp fetches
 
 
 @cuda.jit(device=True)
@@ -237,14 +238,14 @@ def _arrive(counts, done, ws):
 
 @cuda.jit(device=True)
 def _fetch_rest(parts, low, shift, pool, hist, ws):
-    """Bring what splits hold past their first 32 * AT_ONCE candidates: neighbours score alike, and may be many.
+    """Bring what splits hold past their first ALONE candidates: neighbours score alike, and may be many.
 
     ws: the splits' counts, and SPLITS further on their places in `pool`. Ends in a barrier.
     """
     s = np.int32(0)
     while s < SPLITS:
         count, place = np.int32(ws[u(s)]), np.int32(ws[u(s + SPLITS)])
-        i = np.int32(cuda.threadIdx.x + 32 * AT_ONCE)
+        i = np.int32(cuda.threadIdx.x + ALONE)
         while i < count:
             key, block = load_fresh(parts[u(s)], u(i)), load_fresh(parts[u(s)], u(i + CANDIDATES))
             store(place + i, key, block, low, shift, pool, hist)
@@ -257,9 +258,9 @@ def _fetch_rest(parts, low, shift, pool, hist, ws):
 def _fetch(parts, counts, low, shift, pool, hist, ws):
     """Bring all splits' candidates into `pool`, in any order; ends in a barrier.
 
-    parts: uint32 [SPLITS, 2 * CANDIDATES]; a warp copies the first of every WARPS-th split's, AT_ONCE a lane, and
-    all warps those past them. `ws[COUNT]` and `[LISTED]` are 0 at the call; `ws[COUNT]` is the candidates' number
-    afterwards, past CANDIDATES if they do not fit.
+    parts: uint32 [SPLITS, 2 * CANDIDATES]; a warp copies the first of every WARPS-th split's, AT_ONCE a lane at
+    once, and all warps those past ALONE. `ws[COUNT]` and `[LISTED]` are 0 at the call; `ws[COUNT]` is the number of
+    candidates afterwards, past CANDIDATES if they do not fit.
     """
     lane = np.int32(cuda.threadIdx.x & 31)
     s = np.int32(cuda.threadIdx.x >> 5)
@@ -274,7 +275,7 @@ def _fetch(parts, counts, low, shift, pool, hist, ws):
         if lane == 0:
             place = np.int32(cuda.atomic.add(ws, COUNT, u(count)))
             ws[u(s)], ws[u(s + SPLITS)] = count, place
-            if count > 32 * AT_ONCE:
+            if count > ALONE:
                 ws[LISTED] = 1
         place = np.int32(warp_get(place, np.int32(0)) + lane)
         if lane < count:
@@ -285,6 +286,11 @@ def _fetch(parts, counts, low, shift, pool, hist, ws):
             store(place + 64, k2, b2, low, shift, pool, hist)
         if lane + 96 < count:
             store(place + 96, k3, b3, low, shift, pool, hist)
+        i = np.int32(lane + 32 * AT_ONCE)
+        while i < min(count, ALONE):
+            key, block = load_fresh(part, u(i)), load_fresh(part, u(i + CANDIDATES))
+            store(place + i - lane, key, block, low, shift, pool, hist)
+            i = onward(i, np.int32(32))
         s = np.int32(s + WARPS)
     cuda.syncthreads()
     if ws[LISTED] != 0 and ws[COUNT] <= CANDIDATES:

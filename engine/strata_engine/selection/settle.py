@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .ptx import SIMULATED, THREADS, cuda, onward, sum_below, warp_get, warp_pick
+from .ptx import SIMULATED, THREADS, cuda, onward, sum_below, warp_any, warp_get, warp_pick
 from .reference import BLOCK
 from .steps import CANDIDATES, GATHERED, ONE, STEP, TOP, find_bin, in_range, key_of, tail_key, u
 
@@ -187,6 +187,17 @@ def _slot_of(e, shift, fill, pool, hist):
 
 
 @cuda.jit(device=True)
+def _write_blocks(slot, block, out):
+    """Write the ids of each lane's block: what `_slot_of` gives, of which each quad of lanes takes one at a time."""
+    lane = cuda.threadIdx.x & 31
+    for j in range(BLOCK):
+        source = np.int32(8 * j + (lane >> 2))
+        its_slot, its_block = warp_get(slot, source), warp_get(block, source)
+        if lane & 3 < its_block & 7:
+            out[u(its_slot + (lane & 3))] = BLOCK * (its_block >> 3) + (lane & 3)
+
+
+@cuda.jit(device=True)
 def _emit(total, shift, fill, out, pool, hist):
     """Write the ids of the selected full blocks; a quad of lanes writes a block, so that a warp's ids stand together.
 
@@ -201,11 +212,8 @@ def _emit(total, shift, fill, out, pool, hist):
         slot, block = np.int32(0), np.int32(0)
         if done + thread < blocks:
             slot, block = _slot_of(done + thread, shift, fill, pool, hist)
-        for j in range(BLOCK):
-            source = np.int32(8 * j + (lane >> 2))
-            its_slot, its_block = warp_get(slot, source), warp_get(block, source)
-            if lane & 3 < its_block & 7:
-                out[u(its_slot + (lane & 3))] = BLOCK * (its_block >> 3) + (lane & 3)
+        if warp_any(block & 7 != 0):  # of ties that are not taken nothing is written
+            _write_blocks(slot, block, out)
         done = onward(done, STEP)
 
 
