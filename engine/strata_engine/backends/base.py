@@ -52,5 +52,5 @@ class Feeding(Backend, Protocol):
         """
 
     def take(self) -> list[Choice]:
-        """Wait for the oldest step under way; its choices."""
+        """Wait for the oldest step under way; its choices. It is not under way any more, also where this raises."""
         ...
