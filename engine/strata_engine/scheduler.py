@@ -239,10 +239,9 @@ class Scheduler:
 
         With drafts under way it cannot: what comes next depends on how many are accepted.
         """
-        shares = self._pipeline.newest.shares
-        if any(len(share.draws) > 1 for share in shares):
+        if any(run.generation.drafts for run in self._runs):
             return False
-        windows = [share.run.generation for share in shares if share.draws]
+        windows = [run.generation for run in self._windows()]
         reading = sum([run.generation.to_read for run in self._runs])
         rows = min(len(windows) + min(self._chunk, reading), self._backend.max_rows)  # of the next step without drafts
         gain = 0.0
@@ -286,7 +285,7 @@ class Scheduler:
 
     def _plan(self) -> list[Share]:
         """Every request's rows and draws in the next step, windows first."""
-        windows = [run for run in self._runs if not run.generation.to_read and not run.generation.complete]
+        windows = self._windows()
         prompts = [run for run in self._runs if run.generation.to_read]
         room = self._backend.max_rows - len(windows)
         shares: list[Share] = []
@@ -297,6 +296,10 @@ class Scheduler:
             shares = [self._plan_prompt(run, count) for run, count in zip(prompts, rows, strict=True) if count]
             room -= sum(rows)
         return self._plan_windows(windows, room) + shares
+
+    def _windows(self) -> list[Run]:
+        """The requests that decode in the next step."""
+        return [run for run in self._runs if not run.generation.to_read and not run.generation.complete]
 
     @staticmethod
     def _plan_prompt(run: Run, rows: int) -> Share:

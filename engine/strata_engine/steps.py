@@ -97,11 +97,6 @@ class Pipeline:
         """How many steps are under way."""
         return len(self._steps)
 
-    @property
-    def newest(self) -> Step:
-        """The step whose choices the next one may be fed with. IndexError if nothing is under way."""
-        return self._steps[-1]
-
     def queue(self, rows: Rows, shares: Sequence[Share] = (), draws: list[Draw] | None = None) -> None:
         """Begin a step. `draws`: those of all shares, unless given."""
         draws = [draw for share in shares for draw in share.draws] if draws is None else draws

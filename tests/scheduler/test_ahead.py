@@ -194,3 +194,38 @@ def test_a_fault_ends_what_is_under_way_and_the_loop_goes_on(start, caplog, meth
     again = request(random_prompt(1, 30), 20, draft=0)
     answer = ask(scheduler, again)
     assert answer.done().reused == 0 and answer.ids == plain(again)
+
+
+def test_drafts_of_a_request_that_has_ended_hold_nobody_up(start):
+    backend = FakeBackend(vocab=10, rule=count_up)
+    scheduler = start(backend, run=False)
+    drafting = ask(scheduler, request(tuple(range(10)) * 2, 500, draft=7))
+    other = ask(scheduler, request((1, 2, 3), 60, draft=0))
+    ahead: list[int] = []
+
+    def look(rows) -> None:
+        ahead.append(scheduler._backend.ahead)
+        if len(rows) > 5 and len(ahead) > 3:
+            drafting.ticket.cancel()
+
+    backend.before = look
+    scheduler.start()
+    assert drafting.done().reason == "cancel" and other.done().generated == 60
+    first = next(i for i, rows in enumerate(backend.steps) if i >= 3 and len(rows) > 5)
+    assert ahead[first + 2] == ahead[first] + 1, "the step behind its last one was queued ahead"
+
+
+def test_a_request_that_comes_has_rows_in_the_next_step_that_is_queued(start):
+    backend = FakeBackend()
+    scheduler = start(backend, run=False)
+    asked = request(random_prompt(2, 20), 4, draft=0)
+    answers = [ask(scheduler, request(random_prompt(1, 30), 40, draft=0))]
+
+    def come(rows) -> None:
+        if len(backend.steps) == 10:
+            answers.append(ask(scheduler, asked))
+
+    backend.before = come
+    scheduler.start()
+    assert answers[0].done() and answers[1].done() and answers[1].ids == plain(asked)
+    assert [1 in rows.slot for rows in backend.steps[10:13]] == [False, True, True]
