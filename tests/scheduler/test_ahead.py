@@ -229,3 +229,25 @@ def test_a_request_that_comes_has_rows_in_the_next_step_that_is_queued(start):
     scheduler.start()
     assert answers[0].done() and answers[1].done() and answers[1].ids == plain(asked)
     assert [1 in rows.slot for rows in backend.steps[10:13]] == [False, True, True]
+
+
+def test_a_fault_does_not_hit_a_request_that_came_while_the_step_ran(start, caplog):
+    backend = FakeBackend(vocab=10, rule=count_up)
+    scheduler = start(backend, run=False)
+    device, taking, newcomers = scheduler._backend, scheduler._backend.take, []
+    drafting = ask(scheduler, request(tuple(range(10)) * 2, 500, draft=7))
+
+    def come(rows) -> None:
+        if len(rows) > 5 and len(backend.steps) > 3 and not newcomers:
+            newcomers.append(ask(scheduler, request((1, 2, 3), 4)))
+            device.take = break_once
+
+    def break_once() -> None:
+        taking()
+        device.take = taking
+        raise RuntimeError("the device is on fire")
+
+    backend.before = come
+    scheduler.start()
+    assert drafting.last == Failed("INTERNAL", "RuntimeError: the device is on fire")
+    assert newcomers[0].done() and newcomers[0].ids == [4, 5, 6, 7]
