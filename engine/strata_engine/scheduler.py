@@ -261,7 +261,7 @@ class Scheduler:
 
     def _take(self) -> None:
         """Wait for the oldest step and hand out what came of it."""
-        self._step_runs = []  # a fault hits those with rows under way, which the pipeline knows, and nobody who just came
+        self._step_runs = []  # a fault hits whose rows are under way, as the pipeline knows, not who has just come
         done = self._pipeline.take()
         step = done.step
         self._step_runs = [share.run for share in step.shares]
