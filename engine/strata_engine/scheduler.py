@@ -27,7 +27,7 @@ from .params import DRAFT_MAX, GenParams
 from .request import Busy, Done, Failed, Reason, Request, Reused, Token
 from .rows import Choice, Draw, Int32, Rows
 from .slots import Slots
-from .steps import Pipeline, Run, Share, Ticket, gather
+from .steps import Pipeline, Run, Share, Ticket, gather, share_out
 
 __all__ = ["Busy", "Scheduler", "Ticket"]
 
@@ -397,20 +397,3 @@ class Scheduler:
             self._end(run, "cancel")
         while self._waiting:
             self._end_waiting(self._waiting.popleft())
-
-
-def share_out(budget: int, wants: Sequence[int], turn: int) -> list[int]:
-    """Split `budget` rows fairly: equal shares, and what a short want leaves goes to the others.
-
-    With fewer rows than wants, one each, beginning with another want every `turn`.
-    """
-    count = len(wants)
-    shares = [0] * count
-    if budget < count:
-        for i in range(budget):
-            shares[(turn * budget + i) % count] = 1
-        return shares
-    for done, i in enumerate(sorted(range(count), key=wants.__getitem__)):
-        shares[i] = min(wants[i], budget // (count - done))
-        budget -= shares[i]
-    return shares
