@@ -77,11 +77,9 @@ class AcceptRates:
     notices at no cost that its text has begun, or ceased, to repeat.
     """
 
-    __slots__ = ("_rate", "_seen", "_worth")
+    __slots__ = ("_rate", "_seen")
 
-    def __init__(self, pause: float = 0.0) -> None:
-        """`pause`: what a step costs more for having drafts, in parts of it."""
-        self._worth = _WORTH + pause
+    def __init__(self) -> None:
         longest = max(LENGTHS)
         self._seen = [_PRIOR_WEIGHT] * (longest + 1)
         self._rate = [0.0] * (longest + 1)  # [match length]; only the entries of LENGTHS are used
@@ -108,7 +106,7 @@ class AcceptRates:
         The step has `rows` rows without them, `tokens` tokens are expected of it, and r rows take cost[r].
         """
         best, best_gain, gain, chance = 0, 0.0, 0.0, 1.0
-        bar = tokens / cost[rows] * self._worth
+        bar = tokens / cost[rows] * _WORTH
         for i in range(most):
             chance *= self._rate[_CLASS[length + i]]
             gain += chance

@@ -81,7 +81,7 @@ class Scheduler:
         if backend.max_rows < backend.slots:
             raise ValueError(f"the backend takes {backend.max_rows} rows a step, fewer than its {backend.slots} slots")
         self._backend, self._clock = backend, clock
-        self._model = Model(backend.vocab, eos, draft, _PAUSE if backend.feeds else 0.0)
+        self._model = Model(backend.vocab, eos, draft)
         self._chunk = chunk
         self._queue = queue
         self._slots = Slots(backend.slots)
@@ -237,18 +237,21 @@ class Scheduler:
     def _may_go_ahead(self) -> bool:
         """True if the next step can be laid out before the tokens of the one under way are known, and that pays.
 
-        With drafts under way it cannot: what comes next depends on how many are accepted.
+        With drafts under way it cannot: what comes next depends on how many are accepted. Where drafts are foreseen,
+        all of them together have to bring more tokens, in parts of the step's, than they and the pause take time.
         """
         if any(run.generation.drafts for run in self._runs):
             return False
         windows = [run.generation for run in self._windows()]
         reading = sum([run.generation.to_read for run in self._runs])
         rows = min(len(windows) + min(self._chunk, reading), self._backend.max_rows)  # of the next step without drafts
-        gain = 0.0
+        cost, room = self._times.cost, self._backend.max_rows - rows
+        gain, price = 0.0, _PAUSE * cost[rows]
         for generation in windows:
             generation.index()
-            gain += generation.foresee(self._backend.max_rows - rows, len(windows), self._times.cost, rows)
-        return gain <= self._model.pause * len(windows)
+            tokens, seconds = generation.foresee(room, len(windows), cost, rows)
+            gain, price = gain + tokens, price + seconds
+        return gain * cost[rows] <= price * len(windows)
 
     @staticmethod
     def _note(shares: Sequence[Share]) -> None:

@@ -64,7 +64,7 @@ def test_where_text_repeats_tokens_are_awaited_for_drafts(start):
 
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_steps_ahead_and_windows_of_drafts_take_turns(start, chunk):
-    backend = FakeBackend(vocab=10, rule=wavering)
+    backend = FakeBackend(vocab=10, rule=wavering, cost=lambda rows: 0.01 * (1 + 0.2 * rows))  # drafts are dear
     scheduler = start(backend, chunk=chunk, run=False)
     asked = [request(random_prompt(n, 20 + 9 * n), 250, draft=7) for n in range(4)]
     answers = [ask(scheduler, one) for one in asked]
@@ -251,3 +251,17 @@ def test_a_fault_does_not_hit_a_request_that_came_while_the_step_ran(start, capl
     scheduler.start()
     assert drafting.last == Failed("INTERNAL", "RuntimeError: the device is on fire")
     assert newcomers[0].done() and newcomers[0].ids == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_the_drafts_of_many_requests_pay_for_a_pause_together(start, count):
+    seconds = []
+    for draft in (0, 7):
+        backend = FakeBackend(vocab=10, rule=count_up, slots=count, cost=lambda rows: 1.0 + 0.02 * (rows - 1))
+        scheduler = start(backend, run=False)
+        answers = [ask(scheduler, request(range(n, 20 + n), 300, draft=draft)) for n in range(count)]
+        scheduler.start()
+        assert all(answer.done() for answer in answers)
+        seconds.append(backend.clock.now)
+    undrafted, drafted = seconds
+    assert undrafted / drafted > 1.5
