@@ -138,6 +138,12 @@ class StepTimes:
         self._rows = np.arange(max_rows + 1)
         self._seen: dict[int, tuple[float, int]] = {}  # row count -> (seconds, step)
         self._steps = 0
+        self.host = 0.0  # seconds of the host for each token that a step gives, before it queues the next step
+
+    def record_host(self, tokens: int, seconds: float) -> None:
+        """Between taking a step that gave `tokens` and queueing the next one `seconds` went by."""
+        new = seconds / tokens
+        self.host += (0.4 if new < self.host else 0.1) * (new - self.host)
 
     def record(self, rows: int, seconds: float) -> None:
         """A step of `rows` rows took `seconds`."""

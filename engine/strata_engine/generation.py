@@ -137,22 +137,23 @@ class Generation:
             self.drafts = width
         return gain
 
-    def foresee(self, room: int, tokens: float, cost: Sequence[float], rows: int) -> tuple[float, float]:
-        """How many drafts are to be expected accepted in the step after the one under way, and the seconds they take.
+    def foresee(self, room: int, tokens: float, cost: Sequence[float], rows: int) -> tuple[int, float, float]:
+        """Of the step after the one under way, by what is known before that one's token.
 
-        By what is known before that one's token. Arguments as in `offer`.
+        The drafts that it may have, how many are expected accepted and the seconds that they are expected to take.
+        Arguments as in `offer`.
         """
         lookup = self._lookup
         most = min(self._limit, self._most - self.size - 2, room)
         if lookup is None or most <= 0 or len(lookup) < self.size:
             self._proposal = (0, [])
-            return 0.0, 0.0
+            return 0, 0.0, 0.0
         self._proposal = length, _ = lookup.draft(most + 1)
         if not length:
-            return 0.0, 0.0
+            return 0, 0.0, 0.0
         width, gain = self._rates.width(length + 1, most, tokens, cost, rows)
         chance = self._rates.chance(length)  # that the token is the one found, else there is nothing to go on
-        return chance * gain, chance * (cost[rows + width] - cost[rows])
+        return width, chance * gain, chance * (cost[rows + width] - cost[rows])
 
     def draws(self) -> list[Draw]:
         """The draws of the wanted rows: the last token's, then one for each draft."""

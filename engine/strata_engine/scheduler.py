@@ -90,6 +90,7 @@ class Scheduler:
         self._pipeline = Pipeline(backend, clock)
         self._runs: list[Run] = []
         self._step_runs: list[Run] = []  # those that a fault would hit, besides the ones with rows under way
+        self._taken = (0.0, 0)  # when the last step was done and the tokens it gave; none once the next is queued
         self._turn = 0  # of the prompts, when there are fewer rows than prompts
         self._waiting: deque[Ticket] = deque()
         self._unfinished = 0  # waiting and running; guarded by _wake like _waiting and _closing
@@ -182,6 +183,7 @@ class Scheduler:
         """Sleep while there is nothing to do; False once the scheduler closes."""
         with self._wake:
             while not (self._runs or self._pipeline or self._waiting or self._closing):
+                self._taken = (0.0, 0)
                 self._wake.wait()
             return not self._closing
 
@@ -229,29 +231,37 @@ class Scheduler:
         shares = self._plan()
         if shares:
             self._step_runs = [share.run for share in shares]
+            self._time_host()
             self._pipeline.queue(gather(shares, self._positions), shares)
             self._note(shares)
         if not shares or len(self._pipeline) == self._pipeline.depth:
             self._take()
 
     def _may_go_ahead(self) -> bool:
-        """True if the next step can be laid out before the tokens of the one under way are known, and that pays.
+        """True if the next step can be laid out before the tokens of the one under way are known, and had better be.
 
-        With drafts under way it cannot: what comes next depends on how many are accepted. Where drafts are foreseen,
-        all of them together have to bring more tokens, in parts of the step's, than they and the pause take time.
+        With drafts under way it cannot: what comes next depends on how many are accepted.
         """
-        if any(run.generation.drafts for run in self._runs):
-            return False
+        return not (any(run.generation.drafts for run in self._runs) or self._pause_pays())
+
+    def _pause_pays(self) -> bool:
+        """True if drafts are foreseen that are worth awaiting the tokens under way.
+
+        All of them together have to bring more tokens, in parts of the step's, than time: their rows', the pause's and
+        what the host needs for the tokens of such a step, in parts of the step's.
+        """
         windows = [run.generation for run in self._windows()]
-        reading = sum([run.generation.to_read for run in self._runs])
-        rows = min(len(windows) + min(self._chunk, reading), self._backend.max_rows)  # of the next step without drafts
-        cost, room = self._times.cost, self._backend.max_rows - rows
-        gain, price = 0.0, _PAUSE * cost[rows]
+        count, reading = len(windows), sum([run.generation.to_read for run in self._runs])
+        rows = total = min(count + min(self._chunk, reading), self._backend.max_rows)  # of the next step without drafts
+        cost = self._times.cost
+        gain = price = 0.0
         for generation in windows:
             generation.index()
-            tokens, seconds = generation.foresee(room, len(windows), cost, rows)
-            gain, price = gain + tokens, price + seconds
-        return gain * cost[rows] <= price * len(windows)
+            room = self._backend.max_rows - total
+            drafts, tokens, seconds = generation.foresee(room, count + gain, cost, total)
+            total, gain, price = total + drafts, gain + tokens, price + seconds
+        price += _PAUSE * cost[rows] + self._times.host * (count + gain)
+        return gain * cost[rows] > price * count
 
     @staticmethod
     def _note(shares: Sequence[Share]) -> None:
@@ -269,7 +279,7 @@ class Scheduler:
         step = done.step
         self._step_runs = [share.run for share in step.shares]
         self._count(step.rows, len(step.draws), done.seconds)
-        at = 0
+        at, before = 0, self._counters.generated_tokens
         for share in step.shares:
             run, wanted = share.run, len(share.draws)
             if not run.ended:
@@ -277,6 +287,14 @@ class Scheduler:
                     run.generation.landed()
                 self._accept(share, done.choices[at : at + wanted], done.now)
             at += wanted
+        self._taken = done.now, self._counters.generated_tokens - before
+
+    def _time_host(self) -> None:
+        """A step is about to be queued: learn what the tokens of the one that was taken last kept the host busy."""
+        at, tokens = self._taken
+        if tokens:
+            self._times.record_host(tokens, self._clock() - at)
+        self._taken = (0.0, 0)
 
     def _count(self, rows: int, wanted: int, seconds: float) -> None:
         counters = self._counters

@@ -265,3 +265,20 @@ def test_the_drafts_of_many_requests_pay_for_a_pause_together(start, count):
         seconds.append(backend.clock.now)
     undrafted, drafted = seconds
     assert undrafted / drafted > 1.5
+
+
+def test_no_pause_for_drafts_where_the_host_is_as_busy_as_the_device(start):
+    seconds = []
+    for draft in (0, 7):
+        backend = FakeBackend(vocab=10, rule=count_up, slots=16, cost=lambda rows: 1.0 + 0.02 * (rows - 1))
+        scheduler = start(backend, run=False)
+
+        def handle(event, clock=backend.clock) -> None:
+            clock.now += 0.07 * isinstance(event, Token)
+
+        answers = [ask(scheduler, request(range(n, 20 + n), 300, draft=draft), handle) for n in range(16)]
+        scheduler.start()
+        assert all(answer.done() for answer in answers)
+        seconds.append(backend.clock.now)
+    undrafted, drafted = seconds
+    assert undrafted / drafted > 0.97
