@@ -77,11 +77,9 @@ class AcceptRates:
     notices at no cost that its text has begun, or ceased, to repeat.
     """
 
-    __slots__ = ("_rate", "_seen", "_worth")
+    __slots__ = ("_rate", "_seen")
 
-    def __init__(self, pause: float = 0.0) -> None:
-        """`pause`: what a step costs more for having drafts, in parts of it."""
-        self._worth = _WORTH + pause
+    def __init__(self) -> None:
         longest = max(LENGTHS)
         self._seen = [_PRIOR_WEIGHT] * (longest + 1)
         self._rate = [0.0] * (longest + 1)  # [match length]; only the entries of LENGTHS are used
@@ -108,7 +106,7 @@ class AcceptRates:
         The step has `rows` rows without them, `tokens` tokens are expected of it, and r rows take cost[r].
         """
         best, best_gain, gain, chance = 0, 0.0, 0.0, 1.0
-        bar = tokens / cost[rows] * self._worth
+        bar = tokens / cost[rows] * _WORTH
         for i in range(most):
             chance *= self._rate[_CLASS[length + i]]
             gain += chance
@@ -140,6 +138,12 @@ class StepTimes:
         self._rows = np.arange(max_rows + 1)
         self._seen: dict[int, tuple[float, int]] = {}  # row count -> (seconds, step)
         self._steps = 0
+        self.host = 0.0  # seconds of the host for each token that a step gives, before it queues the next step
+
+    def record_host(self, tokens: int, seconds: float) -> None:
+        """Between taking a step that gave `tokens` and queueing the next one `seconds` went by."""
+        new = seconds / tokens
+        self.host += (0.4 if new < self.host else 0.1) * (new - self.host)
 
     def record(self, rows: int, seconds: float) -> None:
         """A step of `rows` rows took `seconds`."""

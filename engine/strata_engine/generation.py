@@ -27,7 +27,6 @@ class Model:
     vocab: int
     eos: frozenset[int]
     draft: int  # most drafts a window where the request does not say
-    pause: float = 0.0  # what it costs to await a step's tokens before the next is queued, in parts of a step
 
 
 class Generation:
@@ -64,7 +63,7 @@ class Generation:
         self.ahead = self.expected = 0  # rows under way, and how many tokens they are sure to give
         self._limit = min(model.draft if params.draft is None else params.draft, DRAFT_MAX)
         self._lookup = PromptLookup(model.vocab) if self._limit else None
-        self._rates = AcceptRates(model.pause)
+        self._rates = AcceptRates()
         self._proposal: tuple[int, list[int]] = (0, [])
         self.drafts = 0  # how many drafts stand in tokens[size:]
         self.offered = self.accepted = 0
@@ -138,20 +137,23 @@ class Generation:
             self.drafts = width
         return gain
 
-    def foresee(self, room: int, tokens: float, cost: Sequence[float], rows: int) -> float:
-        """How many drafts would be accepted in the step after the one under way, by what is known before its token.
+    def foresee(self, room: int, tokens: float, cost: Sequence[float], rows: int) -> tuple[int, float, float]:
+        """Of the step after the one under way, by what is known before that one's token.
 
+        The drafts that it may have, how many are expected accepted and the seconds that they are expected to take.
         Arguments as in `offer`.
         """
         lookup = self._lookup
         most = min(self._limit, self._most - self.size - 2, room)
         if lookup is None or most <= 0 or len(lookup) < self.size:
             self._proposal = (0, [])
-            return 0.0
+            return 0, 0.0, 0.0
         self._proposal = length, _ = lookup.draft(most + 1)
         if not length:
-            return 0.0
-        return self._rates.chance(length) * self._rates.width(length + 1, most, tokens, cost, rows)[1]
+            return 0, 0.0, 0.0
+        width, gain = self._rates.width(length + 1, most, tokens, cost, rows)
+        chance = self._rates.chance(length)  # that the token is the one found, else there is nothing to go on
+        return width, chance * gain, chance * (cost[rows + width] - cost[rows])
 
     def draws(self) -> list[Draw]:
         """The draws of the wanted rows: the last token's, then one for each draft."""

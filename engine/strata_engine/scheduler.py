@@ -27,7 +27,7 @@ from .params import DRAFT_MAX, GenParams
 from .request import Busy, Done, Failed, Reason, Request, Reused, Token
 from .rows import Choice, Draw, Int32, Rows
 from .slots import Slots
-from .steps import Pipeline, Run, Share, Ticket, gather
+from .steps import Pipeline, Run, Share, Ticket, gather, share_out
 
 __all__ = ["Busy", "Scheduler", "Ticket"]
 
@@ -81,7 +81,7 @@ class Scheduler:
         if backend.max_rows < backend.slots:
             raise ValueError(f"the backend takes {backend.max_rows} rows a step, fewer than its {backend.slots} slots")
         self._backend, self._clock = backend, clock
-        self._model = Model(backend.vocab, eos, draft, _PAUSE if backend.feeds else 0.0)
+        self._model = Model(backend.vocab, eos, draft)
         self._chunk = chunk
         self._queue = queue
         self._slots = Slots(backend.slots)
@@ -90,6 +90,7 @@ class Scheduler:
         self._pipeline = Pipeline(backend, clock)
         self._runs: list[Run] = []
         self._step_runs: list[Run] = []  # those that a fault would hit, besides the ones with rows under way
+        self._taken = (0.0, 0)  # when the last step was done and the tokens it gave; none once the next is queued
         self._turn = 0  # of the prompts, when there are fewer rows than prompts
         self._waiting: deque[Ticket] = deque()
         self._unfinished = 0  # waiting and running; guarded by _wake like _waiting and _closing
@@ -182,6 +183,7 @@ class Scheduler:
         """Sleep while there is nothing to do; False once the scheduler closes."""
         with self._wake:
             while not (self._runs or self._pipeline or self._waiting or self._closing):
+                self._taken = (0.0, 0)
                 self._wake.wait()
             return not self._closing
 
@@ -229,27 +231,37 @@ class Scheduler:
         shares = self._plan()
         if shares:
             self._step_runs = [share.run for share in shares]
+            self._time_host()
             self._pipeline.queue(gather(shares, self._positions), shares)
             self._note(shares)
         if not shares or len(self._pipeline) == self._pipeline.depth:
             self._take()
 
     def _may_go_ahead(self) -> bool:
-        """True if the next step can be laid out before the tokens of the one under way are known, and that pays.
+        """True if the next step can be laid out before the tokens of the one under way are known, and had better be.
 
         With drafts under way it cannot: what comes next depends on how many are accepted.
         """
-        shares = self._pipeline.newest.shares
-        if any(len(share.draws) > 1 for share in shares):
-            return False
-        windows = [share.run.generation for share in shares if share.draws]
-        reading = sum([run.generation.to_read for run in self._runs])
-        rows = min(len(windows) + min(self._chunk, reading), self._backend.max_rows)  # of the next step without drafts
-        gain = 0.0
+        return not (any(run.generation.drafts for run in self._runs) or self._pause_pays())
+
+    def _pause_pays(self) -> bool:
+        """True if drafts are foreseen that are worth awaiting the tokens under way.
+
+        All of them together have to bring more tokens, in parts of the step's, than time: their rows', the pause's and
+        what the host needs for the tokens of such a step, in parts of the step's.
+        """
+        windows = [run.generation for run in self._windows()]
+        count, reading = len(windows), sum([run.generation.to_read for run in self._runs])
+        rows = total = min(count + min(self._chunk, reading), self._backend.max_rows)  # of the next step without drafts
+        cost = self._times.cost
+        gain = price = 0.0
         for generation in windows:
             generation.index()
-            gain += generation.foresee(self._backend.max_rows - rows, len(windows), self._times.cost, rows)
-        return gain <= self._model.pause * len(windows)
+            room = self._backend.max_rows - total
+            drafts, tokens, seconds = generation.foresee(room, count + gain, cost, total)
+            total, gain, price = total + drafts, gain + tokens, price + seconds
+        price += _PAUSE * cost[rows] + self._times.host * (count + gain)
+        return gain * cost[rows] > price * count
 
     @staticmethod
     def _note(shares: Sequence[Share]) -> None:
@@ -262,11 +274,12 @@ class Scheduler:
 
     def _take(self) -> None:
         """Wait for the oldest step and hand out what came of it."""
+        self._step_runs = []  # a fault hits whose rows are under way, as the pipeline knows, not who has just come
         done = self._pipeline.take()
         step = done.step
         self._step_runs = [share.run for share in step.shares]
         self._count(step.rows, len(step.draws), done.seconds)
-        at = 0
+        at, before = 0, self._counters.generated_tokens
         for share in step.shares:
             run, wanted = share.run, len(share.draws)
             if not run.ended:
@@ -274,6 +287,14 @@ class Scheduler:
                     run.generation.landed()
                 self._accept(share, done.choices[at : at + wanted], done.now)
             at += wanted
+        self._taken = done.now, self._counters.generated_tokens - before
+
+    def _time_host(self) -> None:
+        """A step is about to be queued: learn what the tokens of the one that was taken last kept the host busy."""
+        at, tokens = self._taken
+        if tokens:
+            self._times.record_host(tokens, self._clock() - at)
+        self._taken = (0.0, 0)
 
     def _count(self, rows: int, wanted: int, seconds: float) -> None:
         counters = self._counters
@@ -286,7 +307,7 @@ class Scheduler:
 
     def _plan(self) -> list[Share]:
         """Every request's rows and draws in the next step, windows first."""
-        windows = [run for run in self._runs if not run.generation.to_read and not run.generation.complete]
+        windows = self._windows()
         prompts = [run for run in self._runs if run.generation.to_read]
         room = self._backend.max_rows - len(windows)
         shares: list[Share] = []
@@ -297,6 +318,10 @@ class Scheduler:
             shares = [self._plan_prompt(run, count) for run, count in zip(prompts, rows, strict=True) if count]
             room -= sum(rows)
         return self._plan_windows(windows, room) + shares
+
+    def _windows(self) -> list[Run]:
+        """The requests that decode in the next step."""
+        return [run for run in self._runs if not run.generation.to_read and not run.generation.complete]
 
     @staticmethod
     def _plan_prompt(run: Run, rows: int) -> Share:
@@ -393,20 +418,3 @@ class Scheduler:
             self._end(run, "cancel")
         while self._waiting:
             self._end_waiting(self._waiting.popleft())
-
-
-def share_out(budget: int, wants: Sequence[int], turn: int) -> list[int]:
-    """Split `budget` rows fairly: equal shares, and what a short want leaves goes to the others.
-
-    With fewer rows than wants, one each, beginning with another want every `turn`.
-    """
-    count = len(wants)
-    shares = [0] * count
-    if budget < count:
-        for i in range(budget):
-            shares[(turn * budget + i) % count] = 1
-        return shares
-    for done, i in enumerate(sorted(range(count), key=wants.__getitem__)):
-        shares[i] = min(wants[i], budget // (count - done))
-        budget -= shares[i]
-    return shares

@@ -1,4 +1,4 @@
-"""Steps on their way through the backend: whose rows they are, what was chosen, how long they took."""
+"""Steps: whose rows they are, how they pass through the backend, what was chosen, how long they took."""
 
 from __future__ import annotations
 
@@ -97,11 +97,6 @@ class Pipeline:
         """How many steps are under way."""
         return len(self._steps)
 
-    @property
-    def newest(self) -> Step:
-        """The step whose choices the next one may be fed with. IndexError if nothing is under way."""
-        return self._steps[-1]
-
     def queue(self, rows: Rows, shares: Sequence[Share] = (), draws: list[Draw] | None = None) -> None:
         """Begin a step. `draws`: those of all shares, unless given."""
         draws = [draw for share in shares for draw in share.draws] if draws is None else draws
@@ -136,6 +131,23 @@ class Pipeline:
                     self._feeding.take()
         self._steps.clear()
         return runs
+
+
+def share_out(budget: int, wants: Sequence[int], turn: int) -> list[int]:
+    """Split `budget` rows fairly: equal shares, and what a short want leaves goes to the others.
+
+    With fewer rows than wants, one each, beginning with another want every `turn`.
+    """
+    count = len(wants)
+    shares = [0] * count
+    if budget < count:
+        for i in range(budget):
+            shares[(turn * budget + i) % count] = 1
+        return shares
+    for done, i in enumerate(sorted(range(count), key=wants.__getitem__)):
+        shares[i] = min(wants[i], budget // (count - done))
+        budget -= shares[i]
+    return shares
 
 
 def gather(shares: Sequence[Share], positions: Int32) -> Rows:

@@ -83,6 +83,23 @@ def test_two_steps_under_way_keep_apart_what_they_read_and_write() -> None:
             backend.queue(decoding(1), [GREEDY])
 
 
+def test_a_step_that_is_refused_takes_no_turn() -> None:
+    recorder = Recorder()
+    backend = queueing(recorder)
+    backend.queue(decoding(1), [GREEDY])
+    packing = recorder.pack
+    recorder.pack = refuse  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="not known"):
+        backend.queue(decoding(1), [SAMPLED])
+    recorder.pack = packing  # type: ignore[method-assign]
+    backend.queue(decoding(1), [SAMPLED])
+    assert [backend.take(), backend.take()] == [[Choice(0)], [Choice(200)]]
+
+
+def refuse(draws, rows, out, turn) -> int:
+    raise ValueError("two tokens are not known")
+
+
 def test_a_step_is_awaited_by_its_own_flag() -> None:
     recorder = Recorder()
     backend = queueing(recorder)

@@ -112,7 +112,8 @@ class FakeBackend:
 class Fed:
     """A backend that feeds, made of one that does not: it computes at once, and its clock runs as a GPU's steps would.
 
-    A step begins when it is queued or when the one ahead is done, and `take` waits for its end.
+    A step begins when it is queued or when the one ahead is done, and `take` waits for its end. A row is fed with what
+    was chosen for its own slot, or something is wrong.
     """
 
     feeds = True
@@ -120,7 +121,7 @@ class Fed:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self._free = 0.0  # when the last step that was queued is done
-        self._chosen: list[int] = []  # of that step
+        self._chosen: list[tuple[int, int]] = []  # of that step: slot and token of each wanted row
         self.ahead = 0  # steps that were queued while another was under way
         self._under_way: deque[tuple[list[Choice], float]] = deque()
 
@@ -129,20 +130,29 @@ class Fed:
 
     def queue(self, rows: Rows, draws: Sequence[Draw]) -> None:
         assert len(self._under_way) < 2
-
-        def resolved(tokens: np.ndarray) -> np.ndarray:
-            return np.array([token if token >= 0 else self._chosen[-1 - token] for token in tokens.tolist()], np.int32)
-
+        wanted = rows.slot[rows.wanted]
         assert all((draw.history[:-1] >= 0).all() for draw in draws)
-        draws = [Draw(draw.params, draw.index, resolved(draw.history)) for draw in draws]
+        draws = [
+            Draw(draw.params, draw.index, self._resolved(draw.history, np.full(len(draw.history), slot)))
+            for draw, slot in zip(draws, wanted, strict=True)
+        ]
+        tokens = self._resolved(rows.token, rows.slot)
         clock, begun = self._backend.clock, self._backend.clock.now
-        self._backend.forward(Rows(rows.slot.copy(), rows.position.copy(), resolved(rows.token), rows.wanted.copy()))
+        self._backend.forward(Rows(rows.slot.copy(), rows.position.copy(), tokens, rows.wanted.copy()))
         choices = self._backend.choose(draws) if draws else []
         self._free = max(begun, self._free) + clock.now - begun
         clock.now = begun
-        self._chosen = [choice.token for choice in choices]
+        self._chosen = [(slot, choice.token) for slot, choice in zip(wanted.tolist(), choices, strict=True)]
         self.ahead += len(self._under_way)
         self._under_way.append((choices, self._free))
+
+    def _resolved(self, tokens: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """`tokens` with what was chosen where they say so."""
+        found = tokens.copy()
+        for i in np.flatnonzero(tokens < 0):
+            slot, found[i] = self._chosen[-1 - tokens[i]]
+            assert slot == slots[i], "fed with somebody else's token"
+        return found
 
     def take(self) -> list[Choice]:
         choices, done = self._under_way.popleft()

@@ -64,7 +64,7 @@ def test_where_text_repeats_tokens_are_awaited_for_drafts(start):
 
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_steps_ahead_and_windows_of_drafts_take_turns(start, chunk):
-    backend = FakeBackend(vocab=10, rule=wavering)
+    backend = FakeBackend(vocab=10, rule=wavering, cost=lambda rows: 0.01 * (1 + 0.2 * rows))  # drafts are dear
     scheduler = start(backend, chunk=chunk, run=False)
     asked = [request(random_prompt(n, 20 + 9 * n), 250, draft=7) for n in range(4)]
     answers = [ask(scheduler, one) for one in asked]
@@ -194,3 +194,91 @@ def test_a_fault_ends_what_is_under_way_and_the_loop_goes_on(start, caplog, meth
     again = request(random_prompt(1, 30), 20, draft=0)
     answer = ask(scheduler, again)
     assert answer.done().reused == 0 and answer.ids == plain(again)
+
+
+def test_drafts_of_a_request_that_has_ended_hold_nobody_up(start):
+    backend = FakeBackend(vocab=10, rule=count_up)
+    scheduler = start(backend, run=False)
+    drafting = ask(scheduler, request(tuple(range(10)) * 2, 500, draft=7))
+    other = ask(scheduler, request((1, 2, 3), 60, draft=0))
+    ahead: list[int] = []
+
+    def look(rows) -> None:
+        ahead.append(scheduler._backend.ahead)
+        if len(rows) > 5 and len(ahead) > 3:
+            drafting.ticket.cancel()
+
+    backend.before = look
+    scheduler.start()
+    assert drafting.done().reason == "cancel" and other.done().generated == 60
+    first = next(i for i, rows in enumerate(backend.steps) if i >= 3 and len(rows) > 5)
+    assert ahead[first + 2] == ahead[first] + 1, "the step behind its last one was queued ahead"
+
+
+def test_a_request_that_comes_has_rows_in_the_next_step_that_is_queued(start):
+    backend = FakeBackend()
+    scheduler = start(backend, run=False)
+    asked = request(random_prompt(2, 20), 4, draft=0)
+    answers = [ask(scheduler, request(random_prompt(1, 30), 40, draft=0))]
+
+    def come(rows) -> None:
+        if len(backend.steps) == 10:
+            answers.append(ask(scheduler, asked))
+
+    backend.before = come
+    scheduler.start()
+    assert answers[0].done() and answers[1].done() and answers[1].ids == plain(asked)
+    assert [1 in rows.slot for rows in backend.steps[10:13]] == [False, True, True]
+
+
+def test_a_fault_does_not_hit_a_request_that_came_while_the_step_ran(start, caplog):
+    backend = FakeBackend(vocab=10, rule=count_up)
+    scheduler = start(backend, run=False)
+    device, taking, newcomers = scheduler._backend, scheduler._backend.take, []
+    drafting = ask(scheduler, request(tuple(range(10)) * 2, 500, draft=7))
+
+    def come(rows) -> None:
+        if len(rows) > 5 and len(backend.steps) > 3 and not newcomers:
+            newcomers.append(ask(scheduler, request((1, 2, 3), 4)))
+            device.take = break_once
+
+    def break_once() -> None:
+        taking()
+        device.take = taking
+        raise RuntimeError("the device is on fire")
+
+    backend.before = come
+    scheduler.start()
+    assert drafting.last == Failed("INTERNAL", "RuntimeError: the device is on fire")
+    assert newcomers[0].done() and newcomers[0].ids == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_the_drafts_of_many_requests_pay_for_a_pause_together(start, count):
+    seconds = []
+    for draft in (0, 7):
+        backend = FakeBackend(vocab=10, rule=count_up, slots=count, cost=lambda rows: 1.0 + 0.02 * (rows - 1))
+        scheduler = start(backend, run=False)
+        answers = [ask(scheduler, request(range(n, 20 + n), 300, draft=draft)) for n in range(count)]
+        scheduler.start()
+        assert all(answer.done() for answer in answers)
+        seconds.append(backend.clock.now)
+    undrafted, drafted = seconds
+    assert undrafted / drafted > 1.5
+
+
+def test_no_pause_for_drafts_where_the_host_is_as_busy_as_the_device(start):
+    seconds = []
+    for draft in (0, 7):
+        backend = FakeBackend(vocab=10, rule=count_up, slots=16, cost=lambda rows: 1.0 + 0.02 * (rows - 1))
+        scheduler = start(backend, run=False)
+
+        def handle(event, clock=backend.clock) -> None:
+            clock.now += 0.07 * isinstance(event, Token)
+
+        answers = [ask(scheduler, request(range(n, 20 + n), 300, draft=draft), handle) for n in range(16)]
+        scheduler.start()
+        assert all(answer.done() for answer in answers)
+        seconds.append(backend.clock.now)
+    undrafted, drafted = seconds
+    assert undrafted / drafted > 0.97

@@ -6,7 +6,7 @@ import pytest
 from scheduler_fake import FakeBackend, ask, random_prompt, request
 
 from strata_engine.request import PromptProgress
-from strata_engine.scheduler import share_out
+from strata_engine.steps import share_out
 
 
 def test_a_long_prompt_does_not_hold_up_a_decoding_request(start):

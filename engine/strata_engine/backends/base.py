@@ -9,9 +9,9 @@ from ..rows import Choice, Draw, Float32, Rows
 
 
 class Backend(Protocol):
-    """A loaded model on a device. Not thread-safe: one thread (the step loop) calls forward and choose.
+    """A loaded model on a device. Not thread-safe: one thread (the step loop) runs its steps.
 
-    Both calls release the GIL while they compute. A row's logits depend on the tokens before it and on nothing
+    Its calls release the GIL while they wait or compute. A row's logits depend on the tokens before it and on nothing
     else: the same bits in any company and any chunking.
     """
 
@@ -31,7 +31,7 @@ class Backend(Protocol):
         ...
 
     def logits(self) -> Float32:
-        """The logits of the last forward, [wanted, vocab], a copy on the host."""
+        """The logits of the newest step, [wanted, vocab], a copy on the host."""
         ...
 
     def close(self) -> None:
@@ -52,5 +52,5 @@ class Feeding(Backend, Protocol):
         """
 
     def take(self) -> list[Choice]:
-        """Wait for the oldest step under way; its choices."""
+        """Wait for the oldest step under way; its choices. It is not under way any more, also where this raises."""
         ...

@@ -60,7 +60,7 @@ class CudaSampler:
         self.device = device or Device()
         self._kernels = {name: self.device.load(kernel_spec(name, self.shape)) for name in KERNELS}
         self._packer = Packer(vocab, max_rows, self.shape, self.device)
-        self._kept: NDArray[np.int32] = np.empty(0, np.int32)
+        self._read: list[list[int]] = []  # what the last `read` found in Outcome.heads
         self._allocate()
 
     def _allocate(self) -> None:
@@ -106,16 +106,16 @@ class CudaSampler:
         """One choice for each of `draws`, which a step of this `turn` was packed with and which is done."""
         first = turn * self.max_rows
         heads = self._heads[first * HEAD : (first + len(draws)) * HEAD].reshape(-1, HEAD)
-        self._kept = heads[:, 1]
+        self._read = heads.tolist()
         return [
             Choice(token) if draw.params.logprobs is None else self._with_logprobs(first + row, token, filled)
-            for row, (draw, (token, _, filled, _)) in enumerate(zip(draws, heads.tolist(), strict=True))
+            for row, (draw, (token, _, filled, _)) in enumerate(zip(draws, self._read, strict=True))
         ]
 
     @property
     def kept(self) -> NDArray[np.int32]:
         """[m] tokens that were left to draw from in each row of the last `read`; 1 if greedy."""
-        return self._kept.copy()
+        return np.array([left for _, left, _, _ in self._read], np.int32)
 
     def _with_logprobs(self, place: int, token: int, count: int) -> Choice:
         logprob, *others = self._logprobs[place * ENTRIES : place * ENTRIES + count + 1].tolist()

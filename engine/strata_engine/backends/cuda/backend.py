@@ -157,7 +157,6 @@ class CudaBackend:
     def _queue(self, rows: Rows, draws: Sequence[Draw]) -> _Queued:
         self._use_here()
         step = _Queued(self._steps % TURNS, len(rows), len(rows.wanted), draws, not is_plain(draws))
-        self._steps += 1
         with ending_on_faults():
             self._device.wait_for(self._done[step.turn])  # only where its choices were not taken
             name, words = self._pack(rows, step)
@@ -165,6 +164,7 @@ class CudaBackend:
             for graph in self._graphs_of(step, name):
                 graph.launch()
             self._device.raise_flag(self._done[step.turn])
+        self._steps += 1  # here, as one that cannot be packed takes no turn: the other one may be in use
         self._last = step
         return step
 
