@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 pytest.importorskip("numba.cuda", reason="needs the cuda extra")
@@ -48,6 +50,17 @@ def test_shapes_of_matmuls_fit(form: Format, limits: Limits) -> None:
             where = (tiles, units, rows, shape)
             assert limits.fits(blocks, shape.shared_bytes(form)), where
             assert blocks * shape.threads <= 1024, where  # what the smallest of them can hold
+
+
+@pytest.mark.parametrize("limits", GPUS.values(), ids=GPUS.keys())
+def test_steps_divide_the_slices_of_every_matrix(limits: Limits) -> None:
+    for units in range(1, 200):
+        slices = slices_of(units)
+        for tiles in (1, limits.processors, *(blocks * limits.processors - 1 for blocks in (2, 3, 4))):
+            for form, rows in itertools.product(FORMS[1:4], (1, 8)):
+                shape, _ = slice_shape(form, slices, tiles, units, rows, limits)
+                assert shape.chunk == 1 or units % (slices * shape.chunk) == 0, (tiles, units, rows, shape)
+                assert not shape.whole or units == slices * shape.chunk, (tiles, units, rows, shape)
 
 
 @pytest.mark.parametrize("heads", range(1, 33))

@@ -69,7 +69,7 @@ def slice_shape(form: Format, slices: int, tiles: int, units: int, rows: int, li
             mt = 2 - tiles % 2
             blocks = 1 if not few and whole and chunk * form.vectors > 2 else 2  # one: activations fill the registers
         if blocks == 3 and not whole:
-            chunk = min(chunk, 2)
+            chunk = 2 - chunk % 2
     elif tiles > limits.processors:
         mt = 2 - tiles % 2
     return _fitted(SliceShape(slices, mt, 1, 8, few, chunk, whole), blocks, form, limits)
