@@ -29,7 +29,7 @@ from .forward import Forward, Layer, Sizes, page_table
 from .inputs import BUCKETS, MAX_ROWS, MOST_WORDS, bucket_of, pack
 from .linear import Linear
 from .plan import Limits
-from .weights import Arranged, arranged, encode, gated_matrix, heads_matrices, upload
+from .weights import Arranged, arranged, encode, gated_matrix, heads_matrices, stored_bytes, upload
 
 if TYPE_CHECKING:
     from ...model import Model
@@ -88,7 +88,7 @@ class CudaBackend:
         from .. import BackendError
 
         free, total = self._device.memory()
-        weights = int(os.path.getsize(model.path) * 1.15)
+        weights = sum(stored_bytes(*matrix) for matrix in model.matrices())
         cells = 2 * model.geometry.layers * self._sizes.cell_bytes
         buffers = sum(self._sizes.buffer_bytes().values()) + self._sizes.scratch_bytes
         need = weights + cells + buffers + RESERVE
