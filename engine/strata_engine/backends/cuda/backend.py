@@ -268,7 +268,8 @@ def load_forward(device: Device, model: Model, sizes: Sizes, inputs: int, choice
     inputs: bytes of what a step is told; choices: where arg-maxima go, an address of the host's.
     """
     g = model.geometry
-    limits = Limits(device.multiprocessors, device.block_bytes, device.shared_bytes, device.reserved_bytes)
+    memory = device.block_bytes, device.shared_bytes, device.reserved_bytes
+    limits = Limits(device.multiprocessors, *memory, device.resident_threads)
 
     def linear(host: Arranged, epilogue: str) -> Linear:
         return Linear(upload(device, host), epilogue, limits)
