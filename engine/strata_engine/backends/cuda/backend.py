@@ -171,13 +171,16 @@ class CudaBackend:
     def _pack(self, rows: Rows, step: _Queued) -> tuple[str, int]:
         """Write the step's inputs; the name of the graph that is the whole step, if one is, and how many words."""
         layout, words = self._layouts[bucket_of(step.rows)], self._inputs[step.turn]
-        name = ("chained" if step.chained else "greedy") if step.wanted == step.rows else ""
-        if (name, layout.bucket) not in self._graphs:
-            name = ""
+        name = self._whole(step)
         pack(rows, layout, self._pages, words[: layout.words], step.turn * self.max_rows, step.chained)
         if not step.chained:
             return name, layout.words
         return name, self._pack_requests(step, layout.words if name else MOST_WORDS)
+
+    def _whole(self, step: _Queued) -> str:
+        """The name of the graph that is the whole step, empty if none is."""
+        name = ("chained" if step.chained else "greedy") if step.wanted == step.rows else ""
+        return name if (name, bucket_of(step.rows)) in self._graphs else ""
 
     def _pack_requests(self, step: _Queued, word: int) -> int:
         """Write what the chain reads from a word of the inputs on; the word behind it."""
@@ -239,10 +242,12 @@ class CudaBackend:
 
     def graph_ms(self, rows: int, chained: bool = False, repeats: int = 30) -> float:
         """Milliseconds of the GPU alone for a step like the last one, of `rows` rows, all wanted; for benchmarks."""
-        graph = self._graphs["chained" if chained else "greedy", bucket_of(rows)]
+        step = _Queued(0, rows, rows, (), chained)
+        graphs = list(self._graphs_of(step, self._whole(step)))
         start = self._device.event()
         for _ in range(repeats):
-            graph.launch()
+            for graph in graphs:
+                graph.launch()
         return self._device.elapsed_ms(start, self._device.event()) / repeats
 
     def close(self) -> None:
