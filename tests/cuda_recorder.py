@@ -37,6 +37,12 @@ class Recorder:
     def raise_flag(self, flag: str) -> None:
         self.calls.append(f"raise {flag}")
 
+    def event(self) -> str:
+        return "event"
+
+    def elapsed_ms(self, start: str, end: str) -> float:
+        return 6.0
+
     def pack(self, draws: Sequence[Draw], rows: int, out: np.ndarray, turn: int) -> int:
         self.packed.append((len(draws), rows, turn))
         return 4

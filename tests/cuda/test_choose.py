@@ -146,3 +146,12 @@ def test_a_fault_ends_the_process_whichever_call_meets_it(monkeypatch, capfd) ->
     with pytest.raises(SystemExit, match="70"):
         backend.take()
     assert capfd.readouterr().err == "strata-engine: the GPU failed: CUDA: CUDA_ERROR_ILLEGAL_ADDRESS\n"
+
+
+@pytest.mark.parametrize(("rows", "graphs"), [(4, ["greedy 4"]), (7, ["layers 8", "head 8"])])
+def test_a_step_is_timed_by_its_graphs(rows: int, graphs: list[str]) -> None:
+    recorder = Recorder()
+    backend = queueing(recorder)
+    del backend._graphs["greedy", 8]  # as for more rows than one graph serves
+    assert backend.graph_ms(rows, repeats=3) == 2.0
+    assert recorder.calls == 3 * graphs

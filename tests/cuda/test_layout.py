@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_model import AFFINE, Tiny, write_model
+from tiny_model import AFFINE, OTHERS, Tiny, write_model
 
 from strata_engine.backends.cuda.layout import Format, arrange, arrange_scales, feature_order, restore
-from strata_engine.backends.cuda.weights import Arranged, _say_once, arranged, encode, gated_matrix, heads_matrices
+from strata_engine.backends.cuda.weights import (
+    Arranged,
+    _say_once,
+    arranged,
+    encode,
+    gated_matrix,
+    heads_matrices,
+    stored_bytes,
+)
 from strata_engine.model import load_model
 
 
@@ -37,6 +45,16 @@ def test_file_to_lane_order_keeps_every_weight(kind: str, tmp_path) -> None:
     offset = host.form.offset or host.form.zero == 8
     tolerance = 1e-7 * np.abs(expected).max() if offset else 0.0  # scale * q + offset rounds once more or once less
     assert np.allclose(values(host), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", [*AFFINE, *OTHERS])
+def test_the_size_on_the_device_is_known_from_the_type(kind: str, tmp_path) -> None:
+    write_model(tmp_path / "m.gguf", Tiny(kind=kind, width=256, ff=256, heads=16, layers=1))
+    model = load_model(tmp_path / "m.gguf")
+    host = arranged(encode(model.embedding()))
+    scales = host.scales.nbytes if host.form.scale != "none" else 0
+    assert next(model.matrices()) == (kind, 261, 256)
+    assert stored_bytes(kind, 261, 256) == host.codes.nbytes + scales
 
 
 def test_q4_0_needs_no_offsets(tmp_path) -> None:

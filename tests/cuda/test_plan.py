@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 pytest.importorskip("numba.cuda", reason="needs the cuda extra")
@@ -11,12 +13,12 @@ from strata_engine.backends.cuda.layout import Format
 from strata_engine.backends.cuda.plan import AttentionPlan, Limits, slice_shape, slices_of, takes_slices, tile_shape
 
 GPUS = {  # by compute capability: a laptop's or a small card of each
-    "7.5": Limits(40, 64 << 10, 64 << 10, 0),
+    "7.5": Limits(40, 64 << 10, 64 << 10, 0, 1024),
     "8.0": Limits(108, 163 << 10, 164 << 10),
-    "8.6": Limits(20, 99 << 10, 100 << 10),
-    "8.9": Limits(128, 99 << 10, 100 << 10),
+    "8.6": Limits(20, 99 << 10, 100 << 10, threads=1536),
+    "8.9": Limits(128, 99 << 10, 100 << 10, threads=1536),
     "9.0": Limits(),
-    "12.0": Limits(170, 99 << 10, 100 << 10),
+    "12.0": Limits(170, 99 << 10, 100 << 10, threads=1536),
 }
 FORMS = [
     Format("q4", "f16", False, 8),
@@ -27,7 +29,7 @@ FORMS = [
     Format("f16", "f32"),
 ]
 MATRICES = [(36, 9), (192, 9), (3072, 9), (36, 24), (128, 32), (1024, 32), (8016, 32), (1792, 64), (256, 224)]
-MATRICES += [(1, 1), (7, 5), (133, 43), (688, 172), (131, 40), (4096, 128), (33, 300)]
+MATRICES += [(1, 1), (7, 5), (133, 43), (688, 172), (131, 40), (4096, 128), (33, 300), (81, 10)]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
@@ -47,7 +49,18 @@ def test_shapes_of_matmuls_fit(form: Format, limits: Limits) -> None:
                 shape, blocks = tile_shape(form, slices, tiles, rows, limits)  # type: ignore[assignment]
             where = (tiles, units, rows, shape)
             assert limits.fits(blocks, shape.shared_bytes(form)), where
-            assert blocks * shape.threads <= 1024, where  # what the smallest of them can hold
+            assert blocks * shape.threads <= limits.threads, where
+
+
+@pytest.mark.parametrize("limits", GPUS.values(), ids=GPUS.keys())
+def test_steps_divide_the_slices_of_every_matrix(limits: Limits) -> None:
+    for units in range(1, 200):
+        slices = slices_of(units)
+        for tiles in (1, limits.processors, *(blocks * limits.processors - 1 for blocks in (2, 3, 4))):
+            for form, rows in itertools.product(FORMS[1:4], (1, 8)):
+                shape, _ = slice_shape(form, slices, tiles, units, rows, limits)
+                assert shape.chunk == 1 or units % (slices * shape.chunk) == 0, (tiles, units, rows, shape)
+                assert not shape.whole or units == slices * shape.chunk, (tiles, units, rows, shape)
 
 
 @pytest.mark.parametrize("heads", range(1, 33))

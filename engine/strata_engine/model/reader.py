@@ -62,6 +62,13 @@ class Model:
     def context_length(self) -> int:
         return self.geometry.context_length
 
+    def matrices(self) -> Iterator[tuple[str, int, int]]:
+        """(GGUF type, rows, columns) of every matrix in the file."""
+        for tensor in self._tensors.values():
+            if len(tensor.shape) == 2:
+                columns, rows = (int(n) for n in tensor.shape)
+                yield tensor.tensor_type.name, rows, columns
+
     def matrix(self, name: str) -> Matrix:
         """The tensor `name`.weight as integer codes, e.g. ``matrix("blk.0.attn_q")``."""
         tensor = self._tensors[name + ".weight"]

@@ -29,7 +29,7 @@ from .forward import Forward, Layer, Sizes, page_table
 from .inputs import BUCKETS, MAX_ROWS, MOST_WORDS, bucket_of, pack
 from .linear import Linear
 from .plan import Limits
-from .weights import Arranged, arranged, encode, gated_matrix, heads_matrices, upload
+from .weights import Arranged, arranged, encode, gated_matrix, heads_matrices, stored_bytes, upload
 
 if TYPE_CHECKING:
     from ...model import Model
@@ -88,7 +88,7 @@ class CudaBackend:
         from .. import BackendError
 
         free, total = self._device.memory()
-        weights = int(os.path.getsize(model.path) * 1.15)
+        weights = sum(stored_bytes(*matrix) for matrix in model.matrices())
         cells = 2 * model.geometry.layers * self._sizes.cell_bytes
         buffers = sum(self._sizes.buffer_bytes().values()) + self._sizes.scratch_bytes
         need = weights + cells + buffers + RESERVE
@@ -171,13 +171,16 @@ class CudaBackend:
     def _pack(self, rows: Rows, step: _Queued) -> tuple[str, int]:
         """Write the step's inputs; the name of the graph that is the whole step, if one is, and how many words."""
         layout, words = self._layouts[bucket_of(step.rows)], self._inputs[step.turn]
-        name = ("chained" if step.chained else "greedy") if step.wanted == step.rows else ""
-        if (name, layout.bucket) not in self._graphs:
-            name = ""
+        name = self._whole(step)
         pack(rows, layout, self._pages, words[: layout.words], step.turn * self.max_rows, step.chained)
         if not step.chained:
             return name, layout.words
         return name, self._pack_requests(step, layout.words if name else MOST_WORDS)
+
+    def _whole(self, step: _Queued) -> str:
+        """The name of the graph that is the whole step, empty if none is."""
+        name = ("chained" if step.chained else "greedy") if step.wanted == step.rows else ""
+        return name if (name, bucket_of(step.rows)) in self._graphs else ""
 
     def _pack_requests(self, step: _Queued, word: int) -> int:
         """Write what the chain reads from a word of the inputs on; the word behind it."""
@@ -239,10 +242,12 @@ class CudaBackend:
 
     def graph_ms(self, rows: int, chained: bool = False, repeats: int = 30) -> float:
         """Milliseconds of the GPU alone for a step like the last one, of `rows` rows, all wanted; for benchmarks."""
-        graph = self._graphs["chained" if chained else "greedy", bucket_of(rows)]
+        step = _Queued(0, rows, rows, (), chained)
+        graphs = list(self._graphs_of(step, self._whole(step)))
         start = self._device.event()
         for _ in range(repeats):
-            graph.launch()
+            for graph in graphs:
+                graph.launch()
         return self._device.elapsed_ms(start, self._device.event()) / repeats
 
     def close(self) -> None:
@@ -268,7 +273,8 @@ def load_forward(device: Device, model: Model, sizes: Sizes, inputs: int, choice
     inputs: bytes of what a step is told; choices: where arg-maxima go, an address of the host's.
     """
     g = model.geometry
-    limits = Limits(device.multiprocessors, device.block_bytes, device.shared_bytes, device.reserved_bytes)
+    memory = device.block_bytes, device.shared_bytes, device.reserved_bytes
+    limits = Limits(device.multiprocessors, *memory, device.resident_threads)
 
     def linear(host: Arranged, epilogue: str) -> Linear:
         return Linear(upload(device, host), epilogue, limits)

@@ -233,6 +233,7 @@ class Device:
     block_bytes: int = field(init=False)  # shared memory that a block can have
     shared_bytes: int = field(init=False)  # shared memory of a multiprocessor
     reserved_bytes: int = field(init=False)  # of that, what a block costs besides its own
+    resident_threads: int = field(init=False)  # threads that a multiprocessor can hold
     _loaded: dict[str, Kernel] = field(init=False, default_factory=dict)
     _pinned: list[int] = field(init=False, default_factory=list)
 
@@ -241,23 +242,20 @@ class Device:
         self._device = check(driver.cuDeviceGet(self.ordinal))
         self._context = check(driver.cuDevicePrimaryCtxRetain(self._device))
         self.use()
-        prefix = "CU_DEVICE_ATTRIBUTE_"
-        major, minor, self.multiprocessors, self.block_bytes, self.shared_bytes, self.reserved_bytes = (
-            check(driver.cuDeviceGetAttribute(getattr(driver.CUdevice_attribute, prefix + name), self._device))
-            for name in (
-                "COMPUTE_CAPABILITY_MAJOR",
-                "COMPUTE_CAPABILITY_MINOR",
-                "MULTIPROCESSOR_COUNT",
-                "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
-                "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
-                "RESERVED_SHARED_MEMORY_PER_BLOCK",
-            )
-        )
-        self.cc = (major, minor)
+        self.cc = self._attribute("COMPUTE_CAPABILITY_MAJOR"), self._attribute("COMPUTE_CAPABILITY_MINOR")
+        self.multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
+        self.block_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        self.shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
+        self.reserved_bytes = self._attribute("RESERVED_SHARED_MEMORY_PER_BLOCK")
+        self.resident_threads = self._attribute("MAX_THREADS_PER_MULTIPROCESSOR")
         self.dependent_launch = self.dependent_launch and self.cc >= (9, 0)
         raw = check(driver.cuDeviceGetName(256, self._device))
         self.name = raw.split(b"\0")[0].decode()
         self.stream = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return check(driver.cuDeviceGetAttribute(attribute, self._device))
 
     def use(self) -> None:
         """Make the device current on the calling thread."""

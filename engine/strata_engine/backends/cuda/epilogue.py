@@ -186,7 +186,7 @@ def store_head_pair(out, where, a, b, feature, row):
     position, place, cosine, sine = where
     head = feature // out.head_dim
     inner = feature % out.head_dim
-    if position < 0:
+    if position < 0 or head >= out.heads + 2 * out.kv_heads:  # the last tile may have room for more
         return
     if head < out.heads + out.kv_heads:
         a, b = fma(a, cosine, -mul(b, sine)), fma(a, sine, mul(b, cosine))

@@ -29,6 +29,7 @@ class Limits:
     block_bytes: int = 227 << 10  # shared memory that a block can have
     shared_bytes: int = 228 << 10  # shared memory of a multiprocessor, of which each block costs
     reserved_bytes: int = 1 << 10  # this much more than it asks for
+    threads: int = 2048  # that a multiprocessor can hold
 
     def fits(self, blocks: int, block_bytes: int) -> bool:
         """Whether `blocks` blocks that ask for `block_bytes` of shared memory each run on a multiprocessor at once."""
@@ -69,7 +70,7 @@ def slice_shape(form: Format, slices: int, tiles: int, units: int, rows: int, li
             mt = 2 - tiles % 2
             blocks = 1 if not few and whole and chunk * form.vectors > 2 else 2  # one: activations fill the registers
         if blocks == 3 and not whole:
-            chunk = min(chunk, 2)
+            chunk = 2 - chunk % 2
     elif tiles > limits.processors:
         mt = 2 - tiles % 2
     return _fitted(SliceShape(slices, mt, 1, 8, few, chunk, whole), blocks, form, limits)
@@ -87,6 +88,7 @@ def _many_slice_shape(slices: int, tiles: int, rows: int, processors: int) -> tu
 
 def _fitted(shape: SliceShape, blocks: int, form: Format, limits: Limits) -> tuple[SliceShape, int]:
     """The shape as it fits shared memory: first with fewer stages, fewer tiles, blocks, units a step, rows."""
+    blocks = min(blocks, limits.threads // shape.threads)
     if shape.nt == 1:
         stages = RING_BYTES // (blocks * shape.slices * shape.slot_bytes(form))
         shape = replace(shape, stages=max(2, min(shape.stages, stages)))

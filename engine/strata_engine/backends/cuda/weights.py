@@ -51,9 +51,26 @@ class Weights:
     def units(self) -> int:
         return -(-self.inputs // UNIT)
 
-    @property
-    def bytes(self) -> int:
-        return self.tiles * self.units * (512 * self.form.vectors + 32 * self.form.scale_words)
+
+# what `encode` makes of a file's types, at most; those that are not here become halves
+FORMS = {
+    "Q4_0": Format("q4", "f16", zero=8),
+    "Q4_1": Format("q4", "f16", offset=True),
+    "Q4_K": Format("q4", "f32", offset=True),
+    "Q5_0": Format("q8", "f16", zero=CODE_ZERO),
+    "Q5_1": Format("q8", "f16", offset=True, zero=CODE_ZERO),
+    "Q5_K": Format("q8", "f32", offset=True, zero=CODE_ZERO),
+    "Q6_K": Format("q8", "f32", zero=CODE_ZERO, block=16),
+    "Q8_0": Format("q8", "f16", zero=CODE_ZERO),
+    "BF16": Format("f16", "f32"),
+    "F32": Format("f16", "f32"),
+}
+
+
+def stored_bytes(kind: str, features: int, inputs: int) -> int:
+    """Device memory of a matrix [features, inputs] of a GGUF type."""
+    form = FORMS.get(kind, Format("f16", "none"))
+    return -(-features // TILE) * -(-inputs // UNIT) * (512 * form.vectors + 32 * form.scale_words)
 
 
 @functools.cache
