@@ -22,10 +22,11 @@ import numpy as np
 from cuda.bindings import driver
 from numba import cuda, types
 
-from strata_engine.backends.cuda.device import Device, KernelSpec
-from strata_engine.backends.cuda.emit import U32Ptr, let_next_start, wait_for_previous
 from strata_engine.backends.cuda.layout import TILE
 from strata_engine.backends.cuda.plan import argmax_spec
+from strata_engine.gpu.compiled import KernelSpec
+from strata_engine.gpu.device import Device
+from strata_engine.gpu.emit import U32Ptr, let_next_start, wait_for_previous
 from strata_engine.params import PENALTY_LAST_N_MAX, GenParams
 from strata_engine.rows import Draw, Int32
 from strata_engine.sampling.cuda import CudaSampler

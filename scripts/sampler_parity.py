@@ -64,7 +64,7 @@ def _cpu_maker() -> Callable[[int], Choose]:
 
 def _cuda_maker() -> Callable[[int], Choose]:
     try:
-        from strata_engine.backends.cuda.device import Device, why_unavailable
+        from strata_engine.gpu.device import Device, why_unavailable
         from strata_engine.sampling.cuda import CudaSampler
     except ImportError as error:
         raise UsageError(f"--device cuda: the CUDA sampler cannot be loaded here: {error}") from error

@@ -165,7 +165,7 @@ def selftest_cases() -> list[Case]:
 def why_no_gpu() -> str | None:
     """Why the cases cannot run on a GPU here; None where one answers."""
     try:
-        from strata_engine.backends.cuda.device import why_unavailable
+        from strata_engine.gpu.device import why_unavailable
     except ImportError as error:
         return f"the CUDA packages cannot be loaded: {error}"
     return why_unavailable()

@@ -12,7 +12,7 @@ from strata_engine.progress import NoProgress
 
 @pytest.mark.parametrize(("module", "package"), [("cuda.bindings", "cuda-bindings"), ("cuda", "cuda-bindings")])
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch, module: str, package: str) -> None:
-    for name in [n for n in sys.modules if n.startswith(("cuda.bindings", "strata_engine.backends.cuda."))]:
+    for name in [n for n in sys.modules if n.startswith(("cuda.bindings", "strata_engine.gpu."))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(backends.BackendError) as caught:
@@ -30,7 +30,7 @@ def test_a_missing_package_is_named_with_what_installs_it(monkeypatch, module: s
     ],
 )
 def test_a_gpu_that_fails_while_loading_is_one_line(monkeypatch, error: str, message: str) -> None:
-    device = pytest.importorskip("strata_engine.backends.cuda.device", reason="needs the cuda extra")
+    device = pytest.importorskip("strata_engine.gpu.device", reason="needs the cuda extra")
     backend = pytest.importorskip("strata_engine.backends.cuda.backend", reason="needs the cuda extra")
 
     def fail(*_, **__):
@@ -43,7 +43,7 @@ def test_a_gpu_that_fails_while_loading_is_one_line(monkeypatch, error: str, mes
 
 
 def test_no_gpu_is_one_line(monkeypatch) -> None:
-    device = pytest.importorskip("strata_engine.backends.cuda.device", reason="needs the cuda extra")
+    device = pytest.importorskip("strata_engine.gpu.device", reason="needs the cuda extra")
     monkeypatch.setattr(device, "why_unavailable", lambda: "no driver")
     with pytest.raises(backends.BackendError, match=r"^--device cuda: no NVIDIA GPU answers: no driver$"):
         backends._cuda_wanted("cuda")

@@ -12,8 +12,8 @@ pytest.importorskip("numba.cuda", reason="needs the cuda extra")
 
 from cuda_recorder import Recorder, queueing
 
-from strata_engine.backends.cuda.device import DeviceError
 from strata_engine.backends.cuda.inputs import CHAINED, MOST_WORDS, PLACE
+from strata_engine.gpu.device import DeviceError
 from strata_engine.params import GenParams
 from strata_engine.rows import Choice, Draw, Rows
 

@@ -22,7 +22,7 @@ from strata_engine.rows import Rows
 DIE_WITH_A_WORKER = """
 import multiprocessing, os
 from concurrent.futures import ProcessPoolExecutor
-from strata_engine.backends.cuda.device import end_with_parent
+from strata_engine.gpu.compiled import end_with_parent
 
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)
@@ -63,8 +63,9 @@ def test_the_device_is_made_current_on_the_thread_of_the_steps() -> None:
 
 
 def test_kernels_are_compiled_anew_when_any_source_of_theirs_changes() -> None:
-    from strata_engine.backends.cuda import attention, emit, slice, states
-    from strata_engine.backends.cuda.device import KERNEL_FOLDERS
+    from strata_engine.backends.cuda import attention, slice, states
+    from strata_engine.gpu import emit
+    from strata_engine.gpu.compiled import KERNEL_FOLDERS
     from strata_engine.sampling import candidates, merge, ptx
 
     for module in (attention, emit, slice, states, candidates, merge, ptx):

@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("numba.cuda", reason="needs the cuda extra")
 
-from strata_engine.backends.cuda.device import KernelSpec, compile_spec, link
 from strata_engine.backends.cuda.layout import Format
 from strata_engine.backends.cuda.linear import slice_spec, tile_spec
 from strata_engine.backends.cuda.plan import argmax_spec, attention_spec, embed_spec
 from strata_engine.backends.cuda.shapes import AttentionShape, SliceShape, TileShape
+from strata_engine.gpu.compiled import KernelSpec, compile_spec, link
 
 Q4_0 = Format("q4", "f16", False, 8)
 Q4_1 = Format("q4", "f16", True)

@@ -7,7 +7,7 @@ import pytest
 
 def _reason() -> str | None:
     try:
-        from strata_engine.backends.cuda.device import why_unavailable
+        from strata_engine.gpu.device import why_unavailable
     except ImportError as error:
         return f"needs the cuda extra ({error})"
     return why_unavailable()
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> Iterator:
-    from strata_engine.backends.cuda.device import Device
+    from strata_engine.gpu.device import Device
 
     opened = Device()
     yield opened

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-device = pytest.importorskip("strata_engine.backends.cuda.device", reason="the CUDA packages are not installed")
+device = pytest.importorskip("strata_engine.gpu.device", reason="the CUDA packages are not installed")
 
 from strata_engine.params import GenParams  # noqa: E402
 from strata_engine.rows import Draw  # noqa: E402

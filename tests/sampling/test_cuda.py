@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="the CUDA packages are not installed")
 
-from strata_engine.backends.cuda.device import compile_spec, link
+from strata_engine.gpu.compiled import compile_spec, link
 from strata_engine.params import GenParams
 from strata_engine.rows import Draw
 from strata_engine.sampling.host import Packer, is_plain, record_of, sorted_bias

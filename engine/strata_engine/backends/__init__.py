@@ -66,8 +66,8 @@ def _open(
 
 
 def _open_cuda(model: Model, context: int, slots: int, kv: str, progress: Progress) -> Backend:
+    from ..gpu.device import DeviceError, OutOfMemoryError
     from .cuda.backend import CudaBackend
-    from .cuda.device import DeviceError, OutOfMemoryError
 
     try:
         return CudaBackend(model, context=context, slots=slots, kv=kv, progress=progress)
@@ -91,7 +91,7 @@ def _cuda_wanted(device: str) -> bool:
 def why_no_cuda() -> str | None:
     """None if a GPU answers and the packages that drive it are installed, else why not, in one line."""
     try:
-        from .cuda.device import why_unavailable
+        from ..gpu.device import why_unavailable
 
         reason = why_unavailable()
         if reason is None:

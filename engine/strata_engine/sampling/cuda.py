@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.cuda.device import Buffer, Device, KernelSpec
+from ..gpu.compiled import KernelSpec
+from ..gpu.device import Buffer, Device
 from ..params import LOGPROBS_MAX
 from ..rows import Choice, Draw, Float32, Int32
 from .host import Packer

@@ -77,7 +77,7 @@ def _signature() -> Any:
 
 def kernel_spec(name: str, shape: Shape) -> Any:
     """What `device.Device.load` compiles or loads; `name` of KERNELS, `shape` of how rows are cut."""
-    from ..backends.cuda.device import KernelSpec
+    from ..gpu.compiled import KernelSpec
 
     shape = shape.merging if name == "merge" else shape
     full = f"sample_{name}_{shape.name}_{_sources()}"

@@ -106,7 +106,7 @@ else:
     from llvmlite import ir
     from numba import cuda, types
 
-    from ..backends.cuda.emit import (
+    from ..gpu.emit import (
         F32,
         I32,
         I64,
@@ -119,7 +119,7 @@ else:
         mul,
         wait_for_previous,
     )
-    from ..backends.cuda.emit import word_as_float as float_of
+    from ..gpu.emit import word_as_float as float_of
 
     __all__ = ["add", "cuda", "float_of", "inlined", "let_next_start", "mul", "wait_for_previous"]
     u32, i32, f32 = types.uint32, types.int32, types.float32

@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba import cuda, types
 from numpy.typing import NDArray
 
-from .emit import (
+from ...gpu.emit import (
     F32,
     I32,
     Emitter,

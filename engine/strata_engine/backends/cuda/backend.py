@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...gpu.compiled import build_missing
+from ...gpu.device import Device, DeviceError, Graph
 from ...progress import Progress
 from ...rows import Choice, Draw, Float32, Rows
 from ...sampling.cuda import TURNS, CudaSampler, request_words, sampler_specs
 from ...sampling.host import is_plain
-from .device import Device, DeviceError, Graph, build_missing
 from .forward import Forward, Layer, Sizes, page_table
 from .inputs import BUCKETS, MAX_ROWS, MOST_WORDS, bucket_of, pack
 from .linear import Linear

@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from .emit import (
+from ...gpu.emit import (
     F32Ptr,
     I32Ptr,
     U32Ptr,

@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from .emit import F32Ptr, I32Ptr, U16Ptr, U32Ptr, add, exp2, f32, fma, i32, inlined, mul, reciprocal, split_pair
+from ...gpu.emit import F32Ptr, I32Ptr, U16Ptr, U32Ptr, add, exp2, f32, fma, i32, inlined, mul, reciprocal, split_pair
 from .shapes import CELLS, Heads, Logits, Residual, Swiglu
 
 LOG2_E = 1.4426950408889634

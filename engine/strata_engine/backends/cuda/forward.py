@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .device import Buffer, Device, KernelSpec
+from ...gpu.compiled import KernelSpec
+from ...gpu.device import Buffer, Device
 from .inputs import BUCKETS, Layout
 from .layout import TILE, UNIT
 from .linear import Linear

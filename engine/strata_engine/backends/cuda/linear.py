@@ -6,7 +6,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from .device import Device, KernelSpec
+from ...gpu.compiled import KernelSpec
+from ...gpu.device import Device
 from .layout import Format
 from .plan import Limits, slice_shape, slices_of, takes_slices, tile_shape
 from .shapes import SliceShape, TileShape

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from .emit import Emitter, F32Ptr, I32Ptr, U32Ptr, f32, i32, inlined, macro
+from ...gpu.emit import Emitter, F32Ptr, I32Ptr, U32Ptr, f32, i32, inlined, macro
 from .layout import Format
 
 ONES = 0x3C003C00  # two halves of 1.0

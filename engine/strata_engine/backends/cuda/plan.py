@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .device import KernelSpec
+from ...gpu.compiled import KernelSpec
 from .layout import Format
 from .shapes import THREADS, AttentionShape, SliceShape, TileShape
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, types
 
-from .emit import Emitter, add, let_next_start, load_shared4, macro, mul, u32, wait_for_previous
+from ...gpu.emit import Emitter, add, let_next_start, load_shared4, macro, mul, u32, wait_for_previous
 from .layout import Format
 from .matmul import first_unit, norm_factors, row_at, unit_step
 from .shapes import SliceShape

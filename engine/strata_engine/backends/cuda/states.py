@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from .emit import F32, Emitter, floats, macro
+from ...gpu.emit import F32, Emitter, floats, macro
 from .shapes import CELLS, WARPS, AttentionShape
 
 NEG_INF = float("-inf")

@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from .emit import (
+from ...gpu.emit import (
     Emitter,
     constants,
     copy_commit,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import Buffer, Device
+from ...gpu.device import Buffer, Device
 from .layout import TILE, UNIT, Format, Order, arrange, arrange_scales
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What every GPU kernel stands on: the device, compiled kernels, macros."""
