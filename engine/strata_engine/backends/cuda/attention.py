@@ -5,7 +5,7 @@ A *chunk* is one page of 64 cells, aligned to positions; four chunks are a *grou
 and groups are merged in order, whoever computes them; so what else is in the step, and how the groups are spread over
 blocks, does not show in the result. A query's own position bounds what it sees.
 
-One block of four warps takes a *query tile* (8 to 32 queries: neighbouring rows of one slot, times the heads
+One block of four warps takes a *query tile* (8 or 16 queries: neighbouring rows of one slot, times the heads
 that share a key-value head) and one group at a time, a chunk a warp. With `spread` the groups of a tile go to several
 blocks, which leave their results in scratch memory; the last to finish merges them.
 
@@ -76,9 +76,9 @@ def _quad_reduce(e: Emitter, value: Any, combine: Any) -> Any:
 def _attend_chunk(shape: AttentionShape) -> Any:
     """Macro: one warp, one chunk: scores, softmax and outputs of a query tile, left in shared memory.
 
-    q_at [own mt]: word offset of the lane's queries; limit [own mt]: their positions; page: index of (page, kv head).
+    q_at [own]: word offset of the lane's queries; limit [own]: their positions; page: index of (page, kv head).
     """
-    mt, own, parts, head_dim = shape.mt, shape.own, shape.parts, shape.head_dim
+    own, parts, head_dim = shape.own, shape.parts, shape.head_dim
     blocks, plane, features = head_dim // 32, CELLS * head_dim // 2, head_dim // 8
 
     @macro(None)
@@ -107,40 +107,31 @@ def _attend_chunk(shape: AttentionShape) -> Any:
             ]
 
         # as many loads on their way at once as registers hold
-        loaded = {
-            (i, j): load_key(i, j) for j in range(blocks) for i in range(8) if shape.spread and blocks * parts <= 4
-        }
-        early = [load_value(feature) for feature in range(8 // parts if mt == 1 else 0)]
-        scores: list[list[list[Any]]] = [[] for _ in range(mt)]
-        together = 8 // (own * mt)  # tiles whose sums are made side by side
+        many = range(8 if shape.spread and blocks * parts <= 4 else 0)
+        loaded = {(tile, block): load_key(tile, block) for block in range(blocks) for tile in many}
+        early = [load_value(feature) for feature in range(8 // parts)]
+        scores: list[list[Any]] = []
+        together = 8 // own  # tiles whose sums are made side by side
         for first in range(0, 8, together):
             tiles = range(first, first + together)
-            sums = [[_zeros(e, own, parts) for _ in tiles] for _ in range(mt)]
+            sums = [_zeros(e, own, parts) for _ in tiles]
             for block in range(blocks):
-                q = [_query(e, queries, q_at[own * m : own * (m + 1)], q_low, block) for m in range(mt)]
+                q = _query(e, queries, q_at, q_low, block)
                 for i, tile in enumerate(tiles):
-                    k = loaded.get((tile, block)) or load_key(tile, block)
-                    for m in range(mt):
-                        sums[m][i] = _dot(e, sums[m][i], q[m], k)
-            for m in range(mt):
-                scores[m] += [_total(e, own, parts) for parts in sums[m]]
-        weights = []
-        for m in range(mt):
-            masked = _mask(e, scores[m], limit[own * m : own * (m + 1)], start, t)
-            operands, totals = _softmax(e, masked)
-            weights.append(operands)
-            for q_, (top, total) in enumerate(totals):
-                at = b.add(b.mul(warp, e.u32(64 * own * mt)), b.shl(g, e.u32(3)))
-                e.store_shared(b.add(at, e.u32(sums_at(shape, 0, m) + 64 * q_)), [e.bits(top), e.bits(total)])
+                    sums[i] = _dot(e, sums[i], q, loaded.get((tile, block)) or load_key(tile, block))
+            scores += [_total(e, own, tile_sums) for tile_sums in sums]
+        weights, totals = _softmax(e, _mask(e, scores, limit, start, t))
+        for q_, (top, total) in enumerate(totals):
+            at = b.add(b.mul(warp, e.u32(64 * own)), b.shl(g, e.u32(3)))
+            e.store_shared(b.add(at, e.u32(sums_at(shape, 0) + 64 * q_)), [e.bits(top), e.bits(total)])
         for feature in range(features):
             v = early[feature] if feature < len(early) else load_value(feature)
-            for m in range(mt):
-                o = _zeros(e, own, parts)
-                for half in range(2):
-                    o = _dot(e, o, weights[m][half], v[half])
-                at = b.add(b.mul(warp, e.u32(256 * own * mt * features)), b.mul(lane, e.u32(8 * own)))
-                at = b.add(at, e.u32(256 * own * (m * features + feature)))
-                e.store_shared(at, [e.bits(x) for x in _total(e, own, o)])
+            o = _zeros(e, own, parts)
+            for half in range(2):
+                o = _dot(e, o, weights[half], v[half])
+            at = b.add(b.mul(warp, e.u32(256 * own * features)), b.mul(lane, e.u32(8 * own)))
+            at = b.add(at, e.u32(256 * own * feature))
+            e.store_shared(at, [e.bits(x) for x in _total(e, own, o)])
 
     return attend
 
@@ -235,7 +226,7 @@ def _softmax(e: Emitter, scores: list[list[Any]]) -> tuple[list[list[list[Any]]]
 
 
 def _query_limits(shape: AttentionShape) -> Any:
-    """Macro: positions [own mt] of the lane's queries in the tile: g, g + 8, g + 16, ... for lane group g."""
+    """Macro: positions [own] of the lane's queries in the tile: g (and g + 8) for lane group g."""
     queries = range(0, shape.queries, 8)
 
     @macro(types.UniTuple(i32, len(queries)))
@@ -257,7 +248,7 @@ def _query_row(e: Emitter, base: int, heads: Any, count: Any, lane: Any) -> Any:
 
 
 def _query_offsets(shape: AttentionShape) -> Any:
-    """Macro: word offsets [own mt] of the lane's queries' first features."""
+    """Macro: word offsets [own] of the lane's queries' first features."""
     half, queries = shape.head_dim // 2, range(0, shape.queries, 8)
 
     @macro(types.UniTuple(i32, len(queries)))
@@ -331,7 +322,7 @@ def _merge_kept(shape: AttentionShape) -> Any:
 
 def _store_output(shape: AttentionShape) -> Any:
     """Macro: outputs o / l, split into halves, to [rows, 2, half_pitch]; feature order (head, feature)."""
-    features, size = shape.head_dim // 8, 4 * shape.own
+    size = 4 * shape.own
 
     @macro(None)
     def store(
@@ -342,12 +333,11 @@ def _store_output(shape: AttentionShape) -> Any:
         lane, warp = b.and_(thread, e.u32(31)), b.lshr(thread, e.u32(5))
         group, t2 = b.lshr(lane, e.u32(2)), b.shl(b.and_(lane, e.u32(3)), e.u32(1))
         for quad in range(shape.quads):
-            m = quad * shape.mt // shape.quads
-            piece = b.add(warp, e.u32(quad * WARPS - m * features))
+            piece = b.add(warp, e.u32(quad * WARPS))
             feature = b.add(b.shl(piece, e.u32(3)), t2)
             mine = state[size * quad : size * (quad + 1)]
             for q in range(shape.own):
-                query = b.add(group, e.u32(8 * (shape.own * m + q)))
+                query = b.add(group, e.u32(8 * q))
                 row, own = b.udiv(query, e.u32(shape.heads)), b.urem(query, e.u32(shape.heads))
                 inverse = e.asm("rcp.rn.f32 $0, $1;", F32, "=f,f", mine[2 * shape.own + 2 * q + 1])
                 (ah, al), (bh, bl) = (e.split(e.mul(mine[2 * q + i], inverse)) for i in (0, 1))

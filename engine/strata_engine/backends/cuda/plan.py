@@ -179,7 +179,7 @@ class AttentionPlan:
     def _shape(self, spread: bool) -> AttentionShape:
         """As many heads as fit a query tile."""
         heads = next(h for h in range(min(8 if spread else 16, self.heads), 0, -1) if self.heads % h == 0)
-        return AttentionShape(self.cell_dim, heads, self.parts, 1, spread)
+        return AttentionShape(self.cell_dim, heads, self.parts, spread)
 
     @property
     def scratch_bytes(self) -> int:
@@ -196,7 +196,7 @@ def _build_attention(shape: AttentionShape) -> tuple[Any, Any]:
 
 def attention_spec(shape: AttentionShape, blocks: int = 1) -> KernelSpec:
     kind = "spread" if shape.spread else "whole"
-    name = f"attention_{shape.head_dim}_{shape.heads}_{shape.parts}_{shape.mt}_{kind}_{blocks}"
+    name = f"attention_{shape.head_dim}_{shape.heads}_{shape.parts}_{kind}_{blocks}"
     return KernelSpec(name, functools.partial(_build_attention, shape), THREADS, shape.shared_bytes, blocks)
 
 

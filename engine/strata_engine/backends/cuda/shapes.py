@@ -73,7 +73,7 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Compile-time shape: head size, query heads of a tile, parts of a cell, operands A a tile.
+    """Compile-time shape: head size, query heads of a tile, parts of a cell.
 
     `spread`: for few rows. An operand A holds the high halves of 8 queries and below them the low ones; else the halves
     of 16 queries are two operands.
@@ -82,13 +82,12 @@ class AttentionShape:
     head_dim: int
     heads: int  # query heads that share a key-value head and a tile
     parts: int = 1
-    mt: int = 1
     spread: bool = True
-    own = property(lambda self: 1 if self.spread else 2)  # queries of a lane and operand
-    queries = property(lambda self: 8 * self.own * self.mt)
+    own = property(lambda self: 1 if self.spread else 2)  # queries of a lane
+    queries = property(lambda self: 8 * self.own)
     rows = property(lambda self: self.queries // self.heads)  # rows a tile
     # pieces of the output (2 values of each of `own` queries) that a thread merges
-    quads = property(lambda self: self.mt * self.head_dim // (8 * WARPS))
+    quads = property(lambda self: self.head_dim // (8 * WARPS))
     shared_bytes = property(lambda self: WARPS * self.queries * (self.head_dim + 2) * 4)
     partial_floats = property(lambda self: THREADS * 4 * self.own * self.quads)  # scratch of a tile, head and group
 

@@ -71,21 +71,20 @@ def merge_all(
     e: Emitter, shape: AttentionShape, state: list[Any], part: list[Any], start: Any, limit: list[Any]
 ) -> list[Any]:
     """`merge` for each quad of a state; the part's first cell is at position `start`."""
-    out, size = [], 4 * shape.own
+    out, size, seen = [], 4 * shape.own, sees(e, limit, start)
     for quad in range(shape.quads):
-        seen = sees(e, shape, limit, quad * shape.mt // shape.quads, start)
         out += merge(e, state[size * quad : size * (quad + 1)], part[size * quad : size * (quad + 1)], seen)
     return out
 
 
-def sees(e: Emitter, shape: AttentionShape, limit: list[Any], m: int, start: Any) -> list[Any]:
-    """Whether each of a lane's queries of operand m is at or past position `start`."""
-    return [e.b.icmp_signed(">=", position, start) for position in limit[shape.own * m : shape.own * (m + 1)]]
+def sees(e: Emitter, limit: list[Any], start: Any) -> list[Any]:
+    """Whether each of a lane's queries is at or past position `start`."""
+    return [e.b.icmp_signed(">=", position, start) for position in limit]
 
 
 def chunks_merger(shape: AttentionShape) -> Any:
     """Macro: merge the chunks of a group, in order, from shared memory; each thread its own quads."""
-    own, quads, mt, features = shape.own, shape.quads, shape.mt, shape.head_dim // 8
+    own, quads, features = shape.own, shape.quads, shape.head_dim // 8
 
     @macro(floats(4 * own * quads))
     def merge_chunks(e: Emitter, start: Any, chunks: Any, limit: Any, thread: Any) -> Any:
@@ -94,19 +93,18 @@ def chunks_merger(shape: AttentionShape) -> Any:
         group = b.lshr(lane, e.u32(2))
         out = []
         for quad in range(quads):
-            m = quad * mt // quads
             cells = [e.variable(value) for value in nothing(e, own)]
             piece = b.add(warp, e.u32(quad * WARPS))
             for chunk in range(WARPS):
                 there = b.icmp_signed("<", e.u32(chunk), chunks)
                 with b.if_then(there) if shape.spread else nullcontext():
                     at = b.add(b.mul(piece, e.u32(256 * own)), b.mul(lane, e.u32(8 * own)))
-                    words = e.load_shared(b.add(at, e.u32(256 * own * chunk * mt * features)), 2 * own)
-                    sums = b.add(b.shl(group, e.u32(3)), e.u32(sums_at(shape, chunk, m)))
+                    words = e.load_shared(b.add(at, e.u32(256 * own * chunk * features)), 2 * own)
+                    sums = b.add(b.shl(group, e.u32(3)), e.u32(sums_at(shape, chunk)))
                     for q in range(own):
                         words += e.load_shared(b.add(sums, e.u32(64 * q)), 2)
                     part = [e.real(v) for v in words]
-                    seen = sees(e, shape, limit, m, b.add(start, e.u32(CELLS * chunk)))
+                    seen = sees(e, limit, b.add(start, e.u32(CELLS * chunk)))
                     for cell, value in zip(cells, merge(e, [b.load(c) for c in cells], part, seen), strict=True):
                         b.store(value, cell)
             out += [b.load(cell) for cell in cells]
@@ -115,7 +113,6 @@ def chunks_merger(shape: AttentionShape) -> Any:
     return merge_chunks
 
 
-def sums_at(shape: AttentionShape, chunk: int, m: int) -> int:
-    """Byte offset of the (m, l) pairs of a chunk's queries of operand m in shared memory."""
-    outputs = WARPS * shape.queries * shape.head_dim * 4
-    return outputs + (chunk * shape.mt + m) * 64 * shape.own
+def sums_at(shape: AttentionShape, chunk: int) -> int:
+    """Byte offset of the (m, l) pairs of a chunk's queries in shared memory."""
+    return WARPS * shape.queries * shape.head_dim * 4 + chunk * 64 * shape.own
