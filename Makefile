@@ -1,11 +1,11 @@
-# make setup | model | demo | test | lint | bench | clean
+# make setup | model | demo | test | lint | bench | gpu | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
 WORKERS ?= 2
 
-.PHONY: setup model demo test lint format bench clean
+.PHONY: setup model demo test lint format bench gpu clean
 
 setup: $(VENV)/.installed-$(EXTRAS)
 
@@ -35,6 +35,10 @@ format: setup
 
 bench: model
 	$(BIN)/python scripts/bench_cpu.py
+
+# tests, parity and benchmarks on an NVIDIA GPU: make gpu EXTRAS=cuda,dev
+gpu: model
+	PYTHON=$(BIN)/python scripts/gpu_check.sh
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
