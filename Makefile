@@ -12,7 +12,7 @@ setup: $(VENV)/.installed-$(EXTRAS)
 $(VENV)/.installed-$(EXTRAS): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]'
+	$(BIN)/pip install --quiet --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
 	touch $@
 
 model: setup

@@ -45,11 +45,11 @@ class StartError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the engine; the exit status: 0 ended by a signal, 2 could not start, 70 the GPU failed while serving,
     130 Ctrl-C before it listened."""
-    secure_streams()
-    args = _parser().parse_args(argv)
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(handlers=[StderrHandler()], level=args.log_level.upper(), format=form)
     try:
+        secure_streams()
+        args = _parser().parse_args(argv)
+        form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(handlers=[StderrHandler()], level=args.log_level.upper(), format=form)
         loaded = _run(args)
     except (ListenError, StartError) as error:
         print(f"strata-engine: {error}", file=sys.stderr)

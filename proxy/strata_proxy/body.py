@@ -90,8 +90,11 @@ def parse_body(data: bytes, yielding: bool = False) -> Body:
     except _NotJsonError as error:
         param = _field_not_json(data)
         raise ApiError(f"The body is not valid JSON: {error}", param=param, code="invalid_json") from None
-    except ValueError as error:
+    except (json.JSONDecodeError, _RepeatedError) as error:
         raise ApiError(f"The body is not valid JSON: {error}", code="invalid_json") from None
+    except ValueError:  # int()'s bound on digits, whose message is for programmers
+        text = "An integer has more digits than any field takes."
+        raise ApiError(text, param=_field_not_json(data), code="invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(f"The body must be a JSON object, got {shown(body)}.", code="invalid_json")
     return body
@@ -135,14 +138,18 @@ class _NotJsonError(ValueError):
     """NaN or an infinity, which Python's parser and many others write and read."""
 
 
+class _RepeatedError(ValueError):
+    """A name that stands twice in one object."""
+
+
 def _no_constant(name: str) -> None:
     raise _NotJsonError(f"{name} is not JSON")
 
 
 def _field_not_json(data: bytes) -> str | None:
-    """The first field of a body that is or holds NaN or an infinity; None if more is wrong with the body."""
+    """The first field that is or holds NaN, an infinity or an endless integer; None if more is wrong with the body."""
     try:
-        body = json.loads(data, parse_constant=_NotJsonError)
+        body = json.loads(data, parse_constant=_NotJsonError, parse_int=_int_or_not_json)
         return next(name for name, value in body.items() if _holds_not_json(value))
     except (ValueError, AttributeError, StopIteration, RecursionError):
         return None
@@ -151,6 +158,13 @@ def _field_not_json(data: bytes) -> str | None:
 def _holds_not_json(value: Any) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return isinstance(value, _NotJsonError) or any(map(_holds_not_json, inside))
+
+
+def _int_or_not_json(text: str) -> int | _NotJsonError:
+    try:
+        return int(text)
+    except ValueError:
+        return _NotJsonError(text)
 
 
 # The parser keeps the interpreter to itself until it calls a Python function, which these are.
@@ -168,7 +182,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"{shown(name)} is given twice")
+                raise _RepeatedError(f"{shown(name)} is given twice")
             seen.add(name)
     return found
 

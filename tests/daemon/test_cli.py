@@ -164,11 +164,12 @@ def test_a_folder_is_no_model(run, tmp_path):
     assert (done.returncode, done.stderr) == (2, f"strata-engine: {tmp_path} is a directory, not a model file\n")
 
 
-def test_ctrl_c_before_it_listens_is_quiet(monkeypatch, capsys):
-    def interrupted(args):
+@pytest.mark.parametrize("part", ["_parser", "_run"])
+def test_ctrl_c_before_it_listens_is_quiet(monkeypatch, capsys, part):
+    def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_run", interrupted)
+    monkeypatch.setattr(cli, part, interrupted)
     assert cli.main([]) == 130
     assert capsys.readouterr().err == ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 import numba
@@ -29,7 +30,8 @@ def ensure_compiled(kv: str) -> None:
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run([sys.executable, "-m", __name__, kv], env={**os.environ, "PYTHONPATH": path}, check=False)
     if done.returncode == 0:
-        mark.touch()
+        with suppress(OSError):  # a full disk: the kernels are not there either
+            mark.touch()
 
 
 def compile_all(kv: str) -> None:
