@@ -8,7 +8,7 @@ models=$(mktemp -d)
 trap 'rm -rf "$models"' EXIT
 mkdir -p "$out"
 
-"$python" -m pytest tests/gpu --numprocesses="${WORKERS:-4}" --dist=loadgroup | tee "$out/tests.txt"
+"$python" -m pytest ${PYTEST_ARGS:-} tests/gpu --numprocesses="${WORKERS:-4}" --dist=loadgroup | tee "$out/tests.txt"
 "$python" scripts/sampler_parity.py --device cuda --selftest --trials 1000 | tee "$out/sampler_parity.txt"
 for cases in "--cases tests/data/block_topk.json" --selftest --active; do
     "$python" scripts/topk_parity.py --device cuda $cases | tee "$out/topk_parity${cases%% *}.txt"
