@@ -37,8 +37,8 @@ def prompt(client: int, count: int) -> str:
     return ",".join(str(3 + (client * 7919 + i * i * 31) % 997) for i in range(count))
 
 
-def answer(path: str, line: str, barrier: threading.Barrier, stamps: list[float]) -> None:
-    """Send one request when all are connected; `stamps` takes the time of each token."""
+def answer(path: str, line: str, barrier: threading.Barrier, stamps: list[float], refused: list[str]) -> None:
+    """Send one request when all are connected; `stamps` takes the time of each token, `refused` an ERR."""
     with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rb") as replies:
         connection.settimeout(120)
         connection.connect(path)
@@ -51,7 +51,7 @@ def answer(path: str, line: str, barrier: threading.Barrier, stamps: list[float]
                 stamps.append(time.perf_counter())
             elif reply.startswith((b"DONE", b"ERR")):
                 if reply.startswith(b"ERR"):
-                    raise SystemExit(reply.decode().strip())
+                    refused.append(reply.decode().strip())
                 return
 
 
@@ -66,17 +66,19 @@ def steps_and_seconds(path: str) -> tuple[int, float]:
 
 def one_round(path: str, clients: int, tokens: int, length: int, keys: str) -> tuple[float, float]:
     """(tokens a second, milliseconds to the first token)."""
-    barrier, stamps = threading.Barrier(clients), [[] for _ in range(clients)]  # type: ignore[var-annotated]
+    barrier, refused = threading.Barrier(clients), list[str]()
+    stamps: list[list[float]] = [[] for _ in range(clients)]
+    lines = [f"GEN {tokens} ignore_eos=1 {keys} {prompt(n, length)}\n" for n in range(clients)]
     threads = [
-        threading.Thread(
-            target=answer, args=(path, f"GEN {tokens} ignore_eos=1 {keys} {prompt(n, length)}\n", barrier, stamps[n])
-        )
-        for n in range(clients)
+        threading.Thread(target=answer, args=(path, line, barrier, stamp, refused))
+        for line, stamp in zip(lines, stamps, strict=True)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if refused:
+        raise SystemExit(f"the engine refused: {refused[0]}")
     first, last = min(s[1] for s in stamps), max(s[-1] for s in stamps)
     return clients * (tokens - 1) / (last - first), statistics.median((s[1] - s[0]) * 1e3 for s in stamps)
 
