@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ pytest.importorskip("numba.cuda", reason="needs the cuda extra")
 
 from cuda_recorder import Recorder, queueing
 
+from strata_engine.gpu import compiled, device
+from strata_engine.gpu.compiled import KernelSpec
 from strata_engine.rows import Rows
 
 DIE_WITH_A_WORKER = """
@@ -70,3 +73,40 @@ def test_kernels_are_compiled_anew_when_any_source_of_theirs_changes() -> None:
 
     for module in (attention, emit, slice, states, candidates, merge, ptx):
         assert pathlib.Path(module.__file__).parent in KERNEL_FOLDERS
+
+
+def test_a_damaged_kernel_is_compiled_anew(monkeypatch, tmp_path, caplog) -> None:
+    monkeypatch.setenv("STRATA_CUDA_CACHE", str(tmp_path))
+    spec, built = KernelSpec("kernel", lambda: (print, None), 32), []
+    path = compiled.cubin_path(spec, (9, 0))
+    path.parent.mkdir()
+    path.write_bytes(b"pi")  # no code: the file was cut short
+
+    def build(spec: KernelSpec, cc: tuple[int, int]) -> str:
+        path.write_bytes(b"pi\ncode")
+        built.append(spec.name)
+        return spec.name
+
+    driver = SimpleNamespace(
+        cuModuleLoadData=lambda code: code, cuModuleEnumerateFunctions=lambda count, module: [module]
+    )
+    monkeypatch.setattr(device, "driver", driver)
+    monkeypatch.setattr(device, "check", lambda result: result)
+    monkeypatch.setattr(device, "build_to_disk", build)
+    gpu = device.Device.__new__(device.Device)
+    gpu.cc, gpu._loaded = (9, 0), {}
+    kernel = gpu.load(spec)
+    assert (kernel.function, len(kernel.kinds), built) == (b"code", 2, ["kernel"])
+    assert "compiled anew" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STRATA_CUDA_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(compiled, "link", lambda ptx, cc: b"code")
+    monkeypatch.setattr(compiled, "compile_spec", lambda spec, cc: "ptx")
+    spec = KernelSpec("kernel", lambda: (print, SimpleNamespace(args=())), 32)
+    with pytest.raises(
+        compiled.CacheError, match=r"^compiled kernels cannot be kept in .*/file/sm_90: Not a directory$"
+    ):
+        compiled.build_to_disk(spec, (9, 0))

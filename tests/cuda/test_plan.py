@@ -11,6 +11,7 @@ pytest.importorskip("numba.cuda", reason="needs the cuda extra")
 from strata_engine.backends.cuda.inputs import BUCKETS
 from strata_engine.backends.cuda.layout import Format
 from strata_engine.backends.cuda.plan import AttentionPlan, Limits, slice_shape, slices_of, takes_slices, tile_shape
+from strata_engine.backends.cuda.shapes import THREADS
 
 GPUS = {  # by compute capability: a laptop's or a small card of each
     "7.5": Limits(40, 64 << 10, 64 << 10, 0, 1024),
@@ -69,6 +70,7 @@ def test_shapes_of_attention_fit(heads: int, dim: int, parts: int) -> None:
     for bucket in BUCKETS:
         spec, shape, shares = AttentionPlan(heads, dim, parts, 8).choose(bucket)
         assert heads % shape.heads == 0 and shape.rows >= 1
-        assert shape.quads * 32 * 4 * 2 * shape.own * 4 >= shape.queries * dim / 4 and shares >= 1
+        assert shape.quads * THREADS * 2 * shape.own == shape.queries * dim  # every output has its thread
+        assert 1 <= shares <= 8  # blocks without a group of chunks would idle
         room = [limits for name, limits in GPUS.items() if dim < 256 or name != "7.5"]
         assert all(limits.fits(1, shape.shared_bytes) for limits in room)

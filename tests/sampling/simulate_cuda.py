@@ -37,7 +37,7 @@ def choose(logits, draws, ahead=()):
     """A `Choose` that runs in the simulator. `ahead`: the tokens of the step before."""
     rows, vocab = logits.shape
     blocks, packer = SHAPE.blocks(vocab), Packer(vocab, rows, SHAPE, Host())
-    words = np.full(packer.words(rows), -7, np.int32)
+    words = np.full(SHAPE.words(vocab, rows), -7, np.int32)
     packer.pack(draws, rows, words, first_place=rows)
     scratch = Scratch(
         np.zeros(rows * LISTS * blocks * CAPACITY, np.uint64),

@@ -18,6 +18,7 @@ from strata_engine.sampling.kernels import KERNELS, kernel_spec
 from strata_engine.sampling.tables import COUNT_SHIFT, RECORD, WORDS, Shape
 
 NOTHING = np.empty(0, np.int32)
+VOCAB, SMALL = 100, Shape(threads=4, vectors=1)  # segments of 16 tokens
 
 
 PRESENT = GenParams(penalty_present=1.0)
@@ -30,7 +31,7 @@ class NoMemory:
 
 @pytest.fixture
 def packer():
-    return Packer(100, 3, Shape(threads=4, vectors=1), NoMemory())  # segments of 16 tokens
+    return Packer(VOCAB, 3, SMALL, NoMemory())
 
 
 def records(packer, words, rows):
@@ -72,7 +73,7 @@ def test_kernels_match_the_reference_in_the_simulator(seed, rows, vocab):
 
 
 def test_windows_are_counted_and_sorted_by_block(packer):
-    words = np.full(packer.words(3), -7, np.int32)
+    words = np.full(SMALL.words(VOCAB, 3), -7, np.int32)
     histories = np.array([5, 99, 5, 16, 5], np.int32), NOTHING, np.arange(0, 100, 3, dtype=np.int32)
     used = packer.pack([Draw(PRESENT, 0, history) for history in histories], 3, words)
     assert used == 3 * packer.stride + 3 + 34
@@ -81,14 +82,14 @@ def test_windows_are_counted_and_sorted_by_block(packer):
 
 
 def test_counts_do_not_stay(packer):
-    words = np.zeros(packer.words(1), np.int32)
+    words = np.zeros(SMALL.words(VOCAB, 1), np.int32)
     for _ in range(2):
         packer.pack([Draw(PRESENT, 0, np.array([7, 7], np.int32))], 1, words)
         assert counted(packer, words, 0) == {7: 2}
 
 
 def test_only_the_tail_of_a_history_is_sent(packer):
-    words = np.zeros(packer.words(1), np.int32)
+    words = np.zeros(SMALL.words(VOCAB, 1), np.int32)
     params = GenParams(penalty_present=1.0, penalty_last_n=2)
     packer.pack([Draw(params, 0, np.arange(9, dtype=np.int32))], 1, words)
     assert counted(packer, words, 0) == {7: 1, 8: 1}
@@ -96,13 +97,13 @@ def test_only_the_tail_of_a_history_is_sent(packer):
 
 def test_a_history_without_penalties_is_not_sent(packer):
     draw = Draw(GenParams(temperature=1.0, seed=1), 0, np.arange(9, dtype=np.int32))
-    words = np.full(packer.words(1), -7, np.int32)
+    words = np.full(SMALL.words(VOCAB, 1), -7, np.int32)
     assert packer.pack([draw], 1, words) == packer.stride
     assert counted(packer, words, 0) == {}
 
 
 def test_a_token_that_is_not_known_yet_is_pointed_to(packer):
-    words = np.zeros(packer.words(1), np.int32)
+    words = np.zeros(SMALL.words(VOCAB, 1), np.int32)
     packer.pack([Draw(PRESENT, 0, np.array([4, -3], np.int32))], 1, words)
     assert counted(packer, words, 0) == {4: 1}
     assert records(packer, words, 1)[0]["late"].tolist() == [3]  # 1 + its row
@@ -110,11 +111,11 @@ def test_a_token_that_is_not_known_yet_is_pointed_to(packer):
 
 def test_two_unknown_tokens_are_refused(packer):
     with pytest.raises(ValueError, match="more than one token"):
-        packer.pack([Draw(PRESENT, 0, np.array([-1, -1], np.int32))], 1, np.zeros(packer.words(1), np.int32))
+        packer.pack([Draw(PRESENT, 0, np.array([-1, -1], np.int32))], 1, np.zeros(SMALL.words(VOCAB, 1), np.int32))
 
 
 def test_rows_past_the_draws_stand_for_no_row(packer):
-    words = np.full(packer.words(3), 9, np.int32)
+    words = np.full(SMALL.words(VOCAB, 3), 9, np.int32)
     packer.pack([Draw(GenParams(), 0, NOTHING)], 3, words, first_place=5)
     found, starts = records(packer, words, 3)
     assert (found["keep"].tolist(), found["place"][0]) == ([1, 0, 0], 5)
@@ -122,7 +123,7 @@ def test_rows_past_the_draws_stand_for_no_row(packer):
 
 
 def test_what_changes_from_step_to_step_is_written_anew(packer):
-    params, words = GenParams(temperature=1.0, seed=2**64 - 1), np.zeros(packer.words(1), np.int32)
+    params, words = GenParams(temperature=1.0, seed=2**64 - 1), np.zeros(SMALL.words(VOCAB, 1), np.int32)
     for index in (0, 2**64 - 1):
         packer.pack([Draw(params, index, NOTHING)], 1, words)
         record = records(packer, words, 1)[0][0]
@@ -130,7 +131,7 @@ def test_what_changes_from_step_to_step_is_written_anew(packer):
 
 
 def test_parameters_of_many_requests_are_let_go(packer):
-    words = np.zeros(packer.words(1), np.int32)
+    words = np.zeros(SMALL.words(VOCAB, 1), np.int32)
     for _ in range(200):
         packer.pack([Draw(GenParams(), 0, NOTHING)], 1, words)
     assert len(packer._kept) <= 3 + 64

@@ -66,6 +66,7 @@ def _open(
 
 
 def _open_cuda(model: Model, context: int, slots: int, kv: str, progress: Progress) -> Backend:
+    from ..gpu.compiled import CacheError
     from ..gpu.device import DeviceError, OutOfMemoryError
     from .cuda.backend import CudaBackend
 
@@ -76,6 +77,8 @@ def _open_cuda(model: Model, context: int, slots: int, kv: str, progress: Progre
             f"{slots} slots of {context} cells do not fit beside the model in the GPU's memory:"
             " lower --slots or --max-context, or take --kv f16"
         ) from None
+    except CacheError as error:
+        raise BackendError(f"{error}; set STRATA_CUDA_CACHE to a folder that can be written") from None
     except DeviceError as error:
         raise BackendError(f"the GPU cannot be used: {error}; --device cpu does without it") from error
 

@@ -102,16 +102,28 @@ def _codes(kind: Any) -> str:
     return {"int32": "i", "uint32": "u", "float32": "f", "int64": "l", "float64": "d"}[kind.name]
 
 
+class CacheError(RuntimeError):
+    """Compiled kernels cannot be kept."""
+
+
 def build_to_disk(spec: KernelSpec, cc: tuple[int, int]) -> str:
-    """Compile a kernel into the cache: its argument letters, a line feed, machine code. Gives back its name."""
+    """Compile a kernel into the cache: its argument letters, a line feed, machine code. Gives back its name.
+
+    CacheError if the cache cannot be written.
+    """
     path = cubin_path(spec, cc)
     _, signature = spec.build()
     kinds = "".join(code for argument in signature.args for code in _codes(argument))
     code = kinds.encode() + b"\n" + link(compile_spec(spec, cc), cc)
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(code)
-    partial.replace(path)  # another process may read at any time
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(code)
+        partial.replace(path)  # another process may read at any time
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise CacheError(f"compiled kernels cannot be kept in {path.parent}: {error.strerror}") from None
     return spec.name
 
 

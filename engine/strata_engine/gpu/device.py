@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import pathlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -184,16 +185,30 @@ class Device:
         path = cubin_path(spec, self.cc)
         if not path.exists():
             build_to_disk(spec, self.cc)
-        codes, _, code = path.read_bytes().partition(b"\n")
-        module = check(driver.cuModuleLoadData(code))
+        try:
+            codes, module = self._module(path)
+        except OutOfMemoryError:
+            raise
+        except DeviceError as error:  # a damaged file, as after a power cut
+            log.warning("%s cannot be loaded (%s): it is compiled anew", path, error)
+            build_to_disk(spec, self.cc)
+            codes, module = self._module(path)
         functions = check(driver.cuModuleEnumerateFunctions(1, module))
         function = functions[0] if isinstance(functions, (list, tuple)) else functions
         if spec.shared_bytes > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(function, attribute, spec.shared_bytes))
-        kinds = [ARGUMENTS[letter] for letter in codes.decode()]
+        kinds = [ARGUMENTS[letter] for letter in codes]
         self._loaded[spec.name] = Kernel(function, kinds, spec.threads, spec.shared_bytes, spec.name)
         return self._loaded[spec.name]
+
+    @staticmethod
+    def _module(path: pathlib.Path) -> tuple[str, Any]:
+        """The argument letters of a kernel on disk and its loaded code. DeviceError if the driver does not take it."""
+        codes, _, code = path.read_bytes().partition(b"\n")
+        if not set(codes.decode(errors="replace")) <= set(ARGUMENTS) or not code:
+            raise DeviceError("no kernel")
+        return codes.decode(), check(driver.cuModuleLoadData(code))
 
     def launch(self, kernel: Kernel, grid: tuple[int, ...], *args: Any, dependent: bool = True) -> None:
         """Queue a kernel. `dependent`: it may start while the one before ends (it waits itself)."""

@@ -17,7 +17,7 @@ from ..params import LOGPROBS_MAX
 from ..rows import Choice, Draw, Float32, Int32
 from .host import Packer
 from .kernels import KERNELS, kernel_spec
-from .tables import CAPACITY, ENTRIES, HEAD, LISTS, MAX_BLOCKS, WINDOW_WORDS, Outcome, Requests, Scratch, Shape
+from .tables import CAPACITY, ENTRIES, HEAD, LISTS, MAX_BLOCKS, Outcome, Requests, Scratch, Shape
 
 TURNS = 2  # steps whose choices are kept apart
 
@@ -34,7 +34,7 @@ def sampler_specs(vocab: int) -> list[KernelSpec]:
 
 def request_words(vocab: int, rows: int) -> int:
     """The most 32-bit words that `CudaSampler.pack` writes for `rows` rows."""
-    return rows * (shape_of(vocab).stride(vocab) + WINDOW_WORDS)
+    return shape_of(vocab).words(vocab, rows)
 
 
 class CudaSampler:
@@ -77,7 +77,7 @@ class CudaSampler:
 
     def words(self, rows: int) -> int:
         """The most 32-bit words that the parameters of `rows` rows take."""
-        return self._packer.words(rows)
+        return self.shape.words(self.vocab, rows)
 
     def pack(self, draws: Sequence[Draw], rows: int, out: Int32, turn: int = 0) -> int:
         """Write what the chain captured for `rows` rows reads about each, to the front of `out` [words(rows)].

@@ -118,15 +118,12 @@ class Packer:
         self._kept: dict[int, _Kept] = {}
         self._sort(np.empty(0, np.int32), 0, np.empty(self.stride, np.int32), 0, 0)  # compiles it
 
-    def words(self, rows: int) -> int:
-        """The most words that `rows` rows take."""
-        return rows * (self.stride + WINDOW_WORDS)
-
     def pack(self, draws: Sequence[Draw], rows: int, out: Int32, first_place: int = 0) -> int:
-        """Write `rows` rows into `out` [>= words(rows)]; those past the draws stand for no row. How many words it took.
+        """Write `rows` rows into `out`, as large as Shape.words says; those past the draws stand for no row.
 
-        The choices go to the places from `first_place` on. ValueError if there are too many draws, a sampled one has no
-        seed or a window has two tokens that are not known yet (below 0: -1 - their place among the step before's).
+        Gives back how many words it took. The choices go to the places from `first_place` on. ValueError if there are
+        too many draws, a sampled one has no seed or a window has two tokens that are not known yet (below 0: -1 - their
+        place among the step before's).
         """
         if not len(draws) <= rows <= self.max_rows:
             raise ValueError(f"{len(draws)} draws, but buffers for {rows} of {self.max_rows} rows")

@@ -100,6 +100,10 @@ class Shape:
         """Words of a row of `Requests`."""
         return WORDS + -(-(self.blocks(vocab) + 1) // 4) * 4
 
+    def words(self, vocab: int, rows: int) -> int:
+        """The most 32-bit words that `Requests` of `rows` rows take, windows included."""
+        return rows * (self.stride(vocab) + WINDOW_WORDS)
+
     @property
     def merging(self) -> Shape:
         """The same segments with twice the threads: what the merge stage runs with."""
