@@ -75,6 +75,20 @@ def test_kernels_are_compiled_anew_when_any_source_of_theirs_changes() -> None:
         assert pathlib.Path(module.__file__).parent in KERNEL_FOLDERS
 
 
+def test_what_is_written_is_there_before_what_is_queued_next(monkeypatch) -> None:
+    calls = []
+
+    def record(name):
+        return lambda *arguments: calls.append((name, arguments[-1])) or (device.driver.CUresult.CUDA_SUCCESS,)
+
+    for name in ("cuMemcpyHtoDAsync", "cuStreamSynchronize"):
+        monkeypatch.setattr(device.driver, name, record(name))
+    opened = object.__new__(device.Device)
+    opened.stream = "the stream"
+    opened.write(device.Buffer(0, 256), np.zeros(64, np.float32))
+    assert calls == [("cuMemcpyHtoDAsync", "the stream"), ("cuStreamSynchronize", "the stream")]
+
+
 def test_a_damaged_kernel_is_compiled_anew(monkeypatch, tmp_path, caplog) -> None:
     monkeypatch.setenv("STRATA_CUDA_CACHE", str(tmp_path))
     spec, built = KernelSpec("kernel", lambda: (print, None), 32), []

@@ -148,10 +148,14 @@ class Device:
         return buffer
 
     def write(self, buffer: Buffer, values: NDArray, offset: int = 0) -> None:
-        """Copy an array into a buffer; done when this returns."""
+        """Copy an array into a buffer; done when this returns.
+
+        On the stream itself: a plain cuMemcpyHtoD may return while the end of an array is still on its way, and kernels
+        of this stream, which does not wait for the default one, would overtake it.
+        """
         values = np.ascontiguousarray(values)
+        check(driver.cuMemcpyHtoDAsync(buffer.at(offset), values.ctypes.data, values.nbytes, self.stream))
         self.synchronize()
-        check(driver.cuMemcpyHtoD(buffer.at(offset), values.ctypes.data, values.nbytes))
 
     def read(self, buffer: Buffer, shape: Sequence[int] | int, dtype: Any, offset: int = 0) -> NDArray:
         """A copy of a buffer's contents, after all work launched so far."""

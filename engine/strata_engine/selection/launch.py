@@ -33,6 +33,7 @@ class BlockTopK:
         self._parts = cuda.device_array((shared, SPLITS, 2 * CANDIDATES), dtype=np.uint32)
         self._counts = cuda.device_array((shared, SPLITS), dtype=np.int32)
         self._done = cuda.to_device(np.zeros((shared, 1), dtype=np.int32))
+        cuda.synchronize()  # the stream of a launch may not wait for these copies
 
     def launch(
         self,
