@@ -106,6 +106,11 @@ if SIMULATED:
         return np.int32(sum(_gather(value)[first : first + 4]))
 
     @cuda.jit(device=True)
+    def warp_max(value):
+        first = cuda.threadIdx.x // 32 * 32
+        return np.uint32(max(_gather(value)[first : first + 32]))
+
+    @cuda.jit(device=True)
     def warp_kth_largest(value, k):
         first = cuda.threadIdx.x // 32 * 32
         return np.uint32(sorted(_gather(value)[first : first + 32])[-k])
@@ -290,6 +295,11 @@ else:
         """The sum of an int32 over the four lanes of a quad, in each of them."""
         value = np.int32(value + cuda.shfl_xor_sync(ALL_LANES, value, 1))
         return np.int32(value + cuda.shfl_xor_sync(ALL_LANES, value, 2))
+
+    @cuda.jit(device=True)
+    def warp_max(value):
+        """The largest uint32 of the warp, in every lane."""
+        return np.uint32(_warp_max(_signed(value))) ^ np.uint32(0x80000000)
 
     @cuda.jit(device=True)
     def warp_kth_largest(value, k):

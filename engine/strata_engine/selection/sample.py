@@ -16,7 +16,7 @@ import numpy as np
 
 from .bound import LOG_STRIDE, hits4, load, load_sample, lower_bound, sample_log, sampled, score_of
 from .dispatch import MAX_SAMPLED
-from .ptx import SIMULATED, THREADS, WARPS, cuda, kernel, load_fresh, onward, prefetch, warp_get
+from .ptx import SIMULATED, THREADS, WARPS, cuda, kernel, load_fresh, onward, prefetch, warp_get, warp_max
 from .reference import BLOCK
 from .settle import HIST, first_shift, settle, store, store_block
 from .steps import (
@@ -135,16 +135,37 @@ def _collect(row, full, width, pool, hist, ws):
 
 
 @cuda.jit(device=True)
-def _keep_all(row, full, pool, hist, ws):
-    """Every block of a short row is a candidate; starts with a barrier, and one must follow."""
-    if cuda.threadIdx.x == 0:
-        ws[COUNT], ws[TOP] = full, 0xFFFFFFFF
+def _span(row, full, tail, ws):
+    """`ws[TOP]` gets the largest key of a short row, `ws[LISTED]` the complement of the smallest, tail block included.
+
+    They are 0 at the call; starts and ends with a barrier.
+    """
+    highest = tail_key(row, full, tail)
+    lowest = highest if tail > 0 else u(0xFFFFFFFF)
+    for j in range(CANDIDATES // THREADS):  # all in flight at once
+        key = key_of(row[u(min(np.int32(cuda.threadIdx.x + j * THREADS), max(full - 1, 0)))])
+        highest, lowest = u(max(highest, key)), u(min(lowest, key))
+    highest, lowest = warp_max(highest), warp_max(u(~lowest))
     cuda.syncthreads()
-    shift = first_shift(u(0), ws)
+    if cuda.threadIdx.x & 31 == 0:
+        cuda.atomic.max(ws, TOP, highest)
+        cuda.atomic.max(ws, LISTED, lowest)
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
+def _keep_all(row, full, tail, pool, hist, ws):
+    """Every block of a short row is a candidate; returns the smallest key. A barrier must follow."""
+    _span(row, full, tail, ws)
+    low = u(~ws[LISTED])
+    shift = first_shift(low, ws)
+    if cuda.threadIdx.x == 0:
+        ws[COUNT] = full
     block = cuda.threadIdx.x
     while block < full:
-        store_block(row, block, block, u(0), shift, pool, hist)
+        store_block(row, block, block, low, shift, pool, hist)
         block = onward(block, STEP)
+    return low
 
 
 @kernel(2)
@@ -174,7 +195,7 @@ def sample(scores, records, active, ids, flags):
         prefetch(row, u(full))
     low = u(0)
     if full <= CANDIDATES:
-        _keep_all(row, full, pool, hist, ws)
+        low = _keep_all(row, full, tail, pool, hist, ws)
     elif full <= MAX_SAMPLED:
         low = _collect(row, full, width, pool, hist, ws)
     cuda.syncthreads()
@@ -334,7 +355,7 @@ def window(scores, records, active, ids, flags, parts, counts, done):
     elif split > 0:  # too short to share, or without a bound: all splits find the same
         return
     elif full <= CANDIDATES:
-        _keep_all(row, full, pool, hist, ws)
+        low = _keep_all(row, full, tail, pool, hist, ws)
         cuda.syncthreads()
     if not settle(np.int32(ws[COUNT]), low, row, full, tail, width, out, pool, hist, ws):
         if thread == 0:

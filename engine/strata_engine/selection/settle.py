@@ -174,6 +174,8 @@ def _slot_of(e, shift, fill, pool, hist):
     mark = pool[u(e)]
     block = u(mark & u(0x7FFFFFFF))
     before = np.int32(hist[u(block >> shift)])
+    if mark >= u(TIE) and BLOCK * (before >> 16) >= fill:
+        return np.int32(0), np.int32(0)  # earlier ties have given all
     end = np.int32(hist[u((block >> shift) + u(THREADS))])
     i = np.int32((before & 65535) + (before >> 16))
     while i < end:
@@ -223,7 +225,7 @@ def settle(count, low, row, full, tail, width, out, pool, hist, ws):
 
     Args:
         count: how many there are; past CANDIDATES if they did not fit.
-        low: the key that all blocks reach that are candidates; 0 if all blocks of a short row are.
+        low: the key that all blocks reach that are candidates; of a short row all are, and its tail block reaches it.
         row, full, tail, width, out: the query's scores, full blocks, cells of its tail block, ids to write, ids.
     """
     if (low == 0 and full > CANDIDATES) or count > CANDIDATES or width > MAX_WIDTH:
