@@ -30,6 +30,9 @@ SHAPES = [
     SliceShape(SLICES, 2, 1, 3, few=True),
     TileShape(SLICES, 2, 2, 2, 2, 2),
     TileShape(SLICES, 2, 4, 4, 2, 3),
+    TileShape(SLICES, 4, 4, 2, 2, 2),
+    TileShape(SLICES, 2, 4, 4, 1, 4),
+    TileShape(SLICES, 2, 2, 4, 1, 4),
 ]
 
 

@@ -16,6 +16,7 @@ from .layout import Format
 from .shapes import THREADS, AttentionShape, SliceShape, TileShape
 
 MOST_SLICE_ROWS = 64  # more rows than this take the tile kernel
+MOST_SLICE_TILES = 288  # rows times tiles a multiprocessor: of a step of over 8 rows with more it is faster, too
 RING_BYTES = 96 << 10  # of a multiprocessor's shared memory for weights under way: more does not help
 MOST_SHARES = 32  # blocks over which the cells of a row are spread
 SPREAD_ROWS = 32  # up to here the cells of a row are spread over blocks
@@ -51,7 +52,7 @@ def slices_of(units: int) -> int:
 
 def takes_slices(tiles: int, rows: int, limits: Limits) -> bool:
     """Whether a step of `rows` rows takes the slice kernel: a matrix of many tiles fills the tile kernel sooner."""
-    return rows <= (MOST_SLICE_ROWS if tiles < 6 * limits.processors else MOST_SLICE_ROWS // 2)
+    return rows <= 8 or (rows <= MOST_SLICE_ROWS and rows * tiles <= MOST_SLICE_TILES * limits.processors)
 
 
 def slice_shape(form: Format, slices: int, tiles: int, units: int, rows: int, limits: Limits) -> tuple[SliceShape, int]:
@@ -121,25 +122,28 @@ def slice_steps(form: Format, slices: int, units: int, few: bool) -> tuple[int, 
     return next(n for n in range(most, 0, -1) if own % n == 0), False
 
 
-# mt, nt, across, down, stages, blocks
-TILE_SHAPES = ((4, 4, 2, 2, 2, 2), (2, 4, 4, 2, 3, 1), (2, 4, 2, 2, 3, 3), (2, 2, 2, 2, 3, 4))
-TILE_COSTS = (1.0, 1.19, 1.15, 1.3)  # time a product and row, against the first, when the GPU is full
+# (mt, nt, across, down, stages); ns that a unit takes with 1, 2, .. of its blocks on a multiprocessor, as many as fit
+TILE_SHAPES = (
+    ((4, 4, 2, 2, 2), (1208, 1902)),
+    ((2, 4, 4, 1, 4), (735, 1243, 1416)),
+    ((2, 4, 4, 1, 4), (711, 1004)),  # more registers a thread
+    ((2, 2, 4, 1, 4), (467, 801, 870)),
+)
 
 
 def tile_shape(form: Format, slices: int, tiles: int, rows: int, limits: Limits) -> tuple[TileShape, int]:
-    """(shape, blocks a multiprocessor) of the tile kernel: the one whose last wave wastes least."""
-    fitted = [_tile_fitted(TileShape(slices, *shape), blocks, form, limits) for *shape, blocks in TILE_SHAPES]
-
-    def cost(i: int) -> float:
-        pair = fitted[i]
-        if pair is None:
-            return math.inf
-        shape, blocks = pair
+    """(shape, blocks a multiprocessor) of the tile kernel: the one that is done first."""
+    best, least = None, math.inf
+    for sizes, times in TILE_SHAPES:
+        fitted = _tile_fitted(TileShape(slices, *sizes), len(times), form, limits)
+        if fitted is None:
+            continue
+        shape, blocks = fitted
         count = -(-tiles * 16 // shape.features) * -(-rows // shape.rows)
-        waves = -(-count // (limits.processors * blocks))
-        return waves * shape.features * shape.rows * blocks * TILE_COSTS[i]
-
-    best = fitted[min(range(len(TILE_SHAPES)), key=cost)]
+        waves, rest = divmod(count, limits.processors * blocks)
+        time = waves * times[blocks - 1] + (times[-(-rest // limits.processors) - 1] if rest else 0)
+        if time < least:
+            best, least = fitted, time
     if best is None:
         raise ValueError(f"no tile shape of {form.name} fits {limits}")
     return best
