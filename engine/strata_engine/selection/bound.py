@@ -10,7 +10,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from .ptx import SIMULATED, THREADS, WARPS, bits_float, cuda, load4, quad_sum, warp_kth_largest, warp_pick
+from .ptx import (
+    SIMULATED,
+    THREADS,
+    WARPS,
+    bits_float,
+    cuda,
+    largest,
+    load_runs,
+    quad_sum,
+    reach,
+    warp_all,
+    warp_kth_largest,
+)
 from .reference import BLOCK
 from .steps import CANDIDATES, LISTED, RESULT, TOP, key_of, u
 
@@ -20,38 +32,8 @@ SAMPLE_LOADS = 4  # at most, a thread
 SPARE = 4 if SIMULATED else 16  # samples over the expected number, so that too few passing is rare
 LOOSE = max(WARPS // 4, 1)  # of the warps' bounds the one that lists a third too many samples, and rarely too few
 MOST_LISTED = THREADS // 2  # samples that are ranked; scattered scores list 100 at most, sorted ones 250
+LOG_WARPS = np.int32(WARPS.bit_length() - 1)
 QUADS = np.int32(THREADS // 4)
-
-
-@cuda.jit(device=True)
-def load(row, number, loads):
-    """Load number `number` of a row, four scores; NaN, which reaches no bound, past the end."""
-    if number < loads:
-        return load4(row, u(BLOCK * number))
-    return np.float32(np.nan), np.float32(np.nan), np.float32(np.nan), np.float32(np.nan)
-
-
-@cuda.jit(device=True)
-def _hits(x, bound):
-    """Bit j is set where x[j] reaches the bound."""
-    low = np.int32(x[0] >= bound) | np.int32(x[1] >= bound) << 1
-    return u(low | np.int32(x[2] >= bound) << 2 | np.int32(x[3] >= bound) << 3)
-
-
-@cuda.jit(device=True)
-def hits4(a, b, c, d, bound):
-    """The `_hits` of four loads, 16 bits."""
-    return u(_hits(a, bound) | _hits(b, bound) << u(4) | _hits(c, bound) << u(8) | _hits(d, bound) << u(12))
-
-
-@cuda.jit(device=True)
-def _largest(x):
-    """The largest of four scores that is not NaN, or -inf."""
-    top = np.float32(-np.inf)
-    for j in range(4):
-        if x[j] > top:
-            top = x[j]
-    return top
 
 
 @cuda.jit(device=True)
@@ -79,10 +61,9 @@ def sample_log(loads):
 
 @cuda.jit(device=True)
 def load_sample(row, loads, log):
-    """The thread's loads of the sample, four."""
+    """The thread's scores of the sample, 16; NaN, which reaches no bound, where it has fewer."""
     end = np.int32(loads >> (LOG_RUN + log) << (LOG_RUN + log))  # past it stands no whole stride
-    a, b = load(row, sampled(0, log), end), load(row, sampled(1, log), end)
-    return a, b, load(row, sampled(2, log), end), load(row, sampled(3, log), end)
+    return load_runs(row, sampled(0, log), np.int32(8 * WARPS << (LOG_RUN + log)), end)
 
 
 @cuda.jit(device=True)
@@ -127,14 +108,14 @@ def _rank_samples(wanted, log, pool, ws):
         above, reached = np.int32(counts & 65535), np.int32((counts & 65535) + (counts >> 16))
         if above < wanted <= reached and reached << log <= CANDIDATES:
             ws[RESULT] = mine
-        if above < wanted // 8 <= reached:
+        if above < wanted >> 3 <= reached:
             ws[TOP] = mine
         done = np.int32(done + QUADS)
 
 
 @cuda.jit(device=True)
-def lower_bound(row, loads, width, log, a, b, c, d, pool, ws):
-    """A key that about twice the blocks needed and SPARE * 32 reach, from the sample a..d; 0 if it cannot tell.
+def lower_bound(row, loads, width, log, x, pool, ws):
+    """A key that about twice the blocks needed and SPARE * 32 reach, from the sample `x`; 0 if it cannot tell.
 
     One of 32 runs of loads is sampled (fewer in rows past 131,072 blocks). The r-th largest lane maximum of a warp,
     r * warps >= wanted, is reached by about wanted / warps samples there or more; the lowest but a few of all warps'
@@ -143,27 +124,23 @@ def lower_bound(row, loads, width, log, a, b, c, d, pool, ws):
     """
     thread = cuda.threadIdx.x
     samples = np.int32(loads >> (LOG_RUN + log) << LOG_RUN)
-    wanted = np.int32((2 * ((width + BLOCK - 1) // BLOCK) >> log) + SPARE)
-    rounds = np.int32((wanted + WARPS - 1) // WARPS)
+    wanted = np.int32((np.int32(2 * (np.int32(width + BLOCK - 1) >> 2)) >> log) + SPARE)
+    rounds = np.int32(np.int32(wanted + WARPS - 1) >> LOG_WARPS)
     bound = np.float32(-np.inf)
     few = samples < rounds * WARPS or rounds > 32  # all are listed
     if not few:
-        kth = warp_kth_largest(key_of(max(max(_largest(a), _largest(b)), max(_largest(c), _largest(d)))), rounds)
+        kth = warp_kth_largest(key_of(largest(x)), rounds)
         if thread & 31 == 0:
             ws[u(thread >> 5)] = kth
     cuda.syncthreads()
     if not few:
         lane = np.int32(thread & 31)
         mine = ws[u(lane & (WARPS - 1))]
-        lower, same = np.int32(0), np.int32(0)
-        for w in range(WARPS):
-            other = ws[u(w)]
-            lower = np.int32(lower + (1 if other < mine or (other == mine and w < lane) else 0))
-            same = np.int32(same + (1 if other == mine else 0))
-        if same == WARPS:  # so many scores are equal that the blocks that reach them will not fit
+        if warp_all(mine == ws[0]):  # so many scores are equal that the blocks that reach them will not fit
             return u(0)
-        bound = score_of(warp_pick(lower == LOOSE - 1 and lane < WARPS, mine))
-    _list_samples(row, log, u(hits4(a, b, c, d, bound)), pool, ws)
+        lowest = warp_kth_largest(u(~mine) if lane < WARPS else u(0), np.int32(LOOSE))
+        bound = score_of(u(~lowest))
+    _list_samples(row, log, reach(x, bound), pool, ws)
     cuda.syncthreads()
     _rank_samples(wanted, log, pool, ws)
     cuda.syncthreads()

@@ -51,6 +51,25 @@ if SIMULATED:
     def load_fresh(array, index):
         return array[index]
 
+    def settled(row):
+        return row
+
+    def load_runs(row, number, step, loads):
+        return _loads(row, number, step, loads, 4)
+
+    def load8(row, number, step, loads):
+        return _loads(row, number, step, loads, 8)
+
+    def _loads(row, number, step, loads, count):
+        numbers = range(number, number + count * step, step)
+        return tuple(row[4 * n + j] if n < loads else np.float32(np.nan) for n in numbers for j in range(4))
+
+    def largest(x):
+        return np.float32(max((v for v in x if not np.isnan(v)), default=-np.inf))
+
+    def reach(x, bound):
+        return np.uint32(sum(1 << i for i, v in enumerate(x) if v >= bound))
+
     def prefetch(row, index):
         pass
 
@@ -91,6 +110,11 @@ if SIMULATED:
         return True  # it may spare a warp the calls at which all have to meet
 
     @cuda.jit(device=True)
+    def warp_all(condition):
+        first = cuda.threadIdx.x // 32 * 32
+        return all(_gather(condition)[first : first + 32])
+
+    @cuda.jit(device=True)
     def warp_get(value, lane):
         return np.int32(_gather(value)[cuda.threadIdx.x // 32 * 32 + lane])
 
@@ -121,6 +145,8 @@ else:
     from numba.cuda import dispatcher
     from numba.cuda.extending import intrinsic
 
+    from ..gpu.emit import GLOBAL, Emitter, floats, macro
+
     F32, U32 = ir.FloatType(), ir.IntType(32)
 
     @intrinsic
@@ -145,6 +171,61 @@ else:
             return context.make_tuple(builder, sig.return_type, [builder.extract_value(loaded, i) for i in range(4)])
 
         return signature, codegen
+
+    @intrinsic
+    def settled(typingctx, row):
+        """The same row, in global memory, its address hidden from the compiler, which would work it out at each use."""
+
+        def codegen(context, builder, sig, args):
+            box = context.make_array(sig.args[0])(context, builder, value=args[0])
+            pointer = builder.addrspacecast(box.data, ir.PointerType(box.data.type.pointee, GLOBAL))
+            kind = ir.FunctionType(pointer.type, [pointer.type])
+            hidden = builder.call(ir.InlineAsm(kind, "mov.b64 $0, $1;", "=l,l"), [pointer])
+            box.data = builder.addrspacecast(hidden, box.data.type)
+            return box._getvalue()
+
+        return row(row), codegen
+
+    def _loads(count: int, filled: bool) -> Any:
+        """A macro: loads number, number + step, .. of a row, `count` of them, all in flight: their scores, in order.
+
+        A load is four scores. From load `loads` on nothing is read: NaN if `filled`, else anything.
+        """
+        fill = "".join(f"mov.b32 ${i}, 0f7FC00000; " for i in range(4)) if filled else ""
+        text = f"{{ .reg .pred p; {fill}setp.lt.s32 p, $5, $6; @p ld.global.nc.v4.f32 {{$0, $1, $2, $3}}, [$4]; }}"
+
+        @macro(floats(4 * count))
+        def load(e: Emitter, row: Any, number: Any, step: Any, loads: Any) -> Any:
+            b, x = e.b, []
+            data = b.bitcast(b.extract_value(row, 4), ir.IntType(8).as_pointer())
+            first = b.gep(data, [b.shl(e.i64(number), e.i64(4))])
+            for i in range(count):
+                on = b.mul(step, e.u32(i))
+                place = b.gep(first, [b.shl(e.i64(on), e.i64(4))])
+                x += e.asm(text, [F32] * 4, "=f,=f,=f,=f,l,r,r", place, b.add(number, on), loads, effect=True)
+            return x
+
+        return load
+
+    load_runs, load8 = _loads(4, True), _loads(8, False)
+
+    @macro(types.float32)
+    def largest(e: Emitter, x: Any) -> Any:
+        """The largest of some scores, NaN aside; -inf if there is none."""
+        values = [*x, e.f32(-np.inf)]
+        while len(values) > 1:
+            pairs = [values[i : i + 2] for i in range(0, len(values), 2)]
+            values = [e.asm("max.f32 $0, $1, $2;", F32, "=f,f,f", *p) if len(p) == 2 else p[0] for p in pairs]
+        return values[0]
+
+    @macro(types.uint32)
+    def reach(e: Emitter, x: Any, bound: Any) -> Any:
+        """Bit i is set where score i of at most 32 reaches the bound."""
+        chains = [e.u32(0)] * 4  # of instructions that wait for each other
+        for i, value in enumerate(x):
+            text = f"{{ .reg .pred p; setp.ge.f32 p, $2, $3; mov.b32 $0, $1; @p or.b32 $0, $0, {1 << i}; }}"
+            chains[i % 4] = e.asm(text, U32, "=&r,r,f,f", chains[i % 4], value, bound)
+        return e.b.or_(e.b.or_(chains[0], chains[1]), e.b.or_(chains[2], chains[3]))
 
     @intrinsic
     def prefetch(typingctx, row, index):
@@ -280,6 +361,11 @@ else:
         return cuda.any_sync(ALL_LANES, condition)
 
     @cuda.jit(device=True)
+    def warp_all(condition):
+        """True if the condition holds in all lanes of the warp."""
+        return cuda.all_sync(ALL_LANES, condition)
+
+    @cuda.jit(device=True)
     def warp_get(value, lane):
         """The int32 that a lane of the warp passes; all lanes call it together."""
         return cuda.shfl_sync(ALL_LANES, value, lane)
@@ -306,9 +392,9 @@ else:
         """The k-th largest uint32 of the warp, k = 1..32."""
         mine = _signed(value)
         kth = mine
-        for _ in range(k):
+        left = np.int32(k)
+        while left > 0:
             kth = _warp_max(mine)
-            holders = cuda.ballot_sync(ALL_LANES, mine == kth)
-            if cuda.laneid == cuda.ffs(holders) - 1:
-                mine = np.int32(-0x80000000)
+            left = np.int32(left - np.int32(cuda.popc(cuda.ballot_sync(ALL_LANES, mine == kth))))
+            mine = np.int32(-0x80000000) if mine == kth else mine
         return np.uint32(kth) ^ np.uint32(0x80000000)

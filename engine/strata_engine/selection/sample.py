@@ -14,9 +14,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from .bound import LOG_STRIDE, hits4, load, load_sample, lower_bound, sample_log, sampled, score_of
+from .bound import LOG_STRIDE, load_sample, lower_bound, sample_log, sampled, score_of
 from .dispatch import MAX_SAMPLED
-from .ptx import SIMULATED, THREADS, WARPS, cuda, kernel, load_fresh, onward, prefetch, warp_get, warp_max
+from .ptx import (
+    SIMULATED,
+    THREADS,
+    WARPS,
+    cuda,
+    kernel,
+    load8,
+    load_fresh,
+    onward,
+    prefetch,
+    reach,
+    settled,
+    warp_get,
+    warp_max,
+)
 from .reference import BLOCK
 from .settle import HIST, first_shift, settle, store, store_block
 from .steps import (
@@ -39,34 +53,31 @@ from .steps import (
 from .wide import select_wide
 
 SPLITS = 4 if SIMULATED else 16  # blocks of threads a query of a window
+LOG_STEP = np.int32(THREADS.bit_length() - 1)  # loads of a round of a block of threads
+LOG_SPLIT_STEP = np.int32((SPLITS * THREADS).bit_length() - 1)  # and of all that share a query
 AT_ONCE = 4  # candidates of a split that a lane fetches before it knows how many there are
 ALONE = np.int32(128 if SIMULATED else 512)  # candidates of a split that one warp fetches
 
 
 @cuda.jit(device=True)
-def _load8(row, v, step, loads):
-    """Loads v, v + step, ... of a row, eight of them: all in flight together."""
-    a, b = load(row, v, loads), load(row, v + step, loads)
-    c, d = load(row, v + 2 * step, loads), load(row, v + 3 * step, loads)
-    e, f = load(row, v + 4 * step, loads), load(row, v + 5 * step, loads)
-    return a, b, c, d, e, f, load(row, v + 6 * step, loads), load(row, v + 7 * step, loads)
+def _keep8(row, v, log_step, loads, x, low, shift, tallied, keys, hist, ws):
+    """Append the blocks of loads v, v + 2^log_step, ..., eight of them, that reach the bound to the candidates.
 
-
-@cuda.jit(device=True)
-def _keep8(row, v, step, x, low, shift, tallied, keys, hist, ws):
-    """Append the blocks of the eight loads `x` that reach the bound to the candidates in `keys`.
-
-    What reaches it is marked in one word and read again from L1. `tallied`: `store` them and count them in `hist`.
+    x: what `load8` gave. What reaches the bound is marked in one word and read again from L1. `tallied`: `store` them
+    and count them in `hist`.
     """
-    bound = score_of(low)
-    hits = u(hits4(x[0], x[1], x[2], x[3], bound) | hits4(x[4], x[5], x[6], x[7], bound) << u(16))
+    there = np.int32(np.int32(loads - v + (1 << log_step) - 1) >> log_step)  # of the eight loads, or more
+    if there <= 0:
+        return
+    hits = u(reach(x, score_of(low)) & u(u(0xFFFFFFFF) >> u(max(np.int32(32 - BLOCK * there), np.int32(0)))))
     if hits == 0:
         return
     place = np.int32(cuda.atomic.add(ws, COUNT, u(cuda.popc(hits))))
     while hits != 0:
         bit = np.int32(cuda.ffs(hits) - 1)
         hits = u(hits & (hits - u(1)))
-        _keep(row, np.int32(BLOCK * (v + (bit >> 2) * step) + (bit & 3)), place, low, shift, tallied, keys, hist)
+        block = np.int32(BLOCK * (v + (bit >> 2 << log_step)) + (bit & 3))
+        _keep(row, block, place, low, shift, tallied, keys, hist)
         place = np.int32(place + 1)
 
 
@@ -89,22 +100,23 @@ def _keep_odd(row, full, first, low, shift, tallied, keys, hist, ws):
 
 
 @cuda.jit(device=True)
-def _scan(row, full, v, step, low, shift, tallied, keys, hist, ws):
-    """Keep the candidates among loads v, v + step, ... of the row; a barrier must follow.
+def _scan(row, full, v, log_step, low, shift, tallied, keys, hist, ws):
+    """Keep the candidates among loads v, v + 2^log_step, ... of the row; a barrier must follow.
 
     `ws[COUNT]` is the number of candidates, past CANDIDATES if they did not fit.
     """
     loads = np.int32(full >> 2)
     while v < loads and ws[COUNT] <= CANDIDATES:
-        _keep8(row, v, step, _load8(row, v, step, loads), low, shift, tallied, keys, hist, ws)
-        v = np.int32(v + 8 * step)
+        x = load8(row, v, np.int32(1 << log_step), loads)
+        _keep8(row, v, log_step, loads, x, low, shift, tallied, keys, hist, ws)
+        v = np.int32(v + (8 << log_step))
 
 
 @cuda.jit(device=True)
 def _prefetch8(row, split, step, loads):
     """Start bringing a block's first eight rounds of loads to L2, a line of 128 bytes a thread."""
     thread = cuda.threadIdx.x
-    line = np.int32(split * STEP + thread * 8 // THREADS * step + thread * 8 % THREADS)
+    line = np.int32(split * STEP + (u(thread) >> u(LOG_STEP - 3)) * step + (u(8 * thread) & u(THREADS - 1)))
     if line < loads:
         prefetch(row, u(BLOCK * line))
 
@@ -124,13 +136,13 @@ def _collect(row, full, width, pool, hist, ws):
     """Keep a long row's candidates in `pool`; returns the bound's key, 0 if there is none. A barrier must follow."""
     loads = np.int32(full >> 2)
     log = sample_log(loads)
-    a, b, c, d = load_sample(row, loads, log)
+    x = load_sample(row, loads, log)
     _prefetch8(row, np.int32(0), STEP, loads)  # while the bound is sought
-    low = lower_bound(row, loads, width, log, a, b, c, d, pool, ws)
+    low = lower_bound(row, loads, width, log, x, pool, ws)
     if low != 0:
         first, shift = np.int32(cuda.threadIdx.x), first_shift(low, ws)
         _keep_odd(row, full, first, low, shift, True, pool, hist, ws)
-        _scan(row, full, first, STEP, low, shift, True, pool, hist, ws)
+        _scan(row, full, first, LOG_STEP, low, shift, True, pool, hist, ws)
     return low
 
 
@@ -142,8 +154,9 @@ def _span(row, full, tail, ws):
     """
     highest = tail_key(row, full, tail)
     lowest = highest if tail > 0 else u(0xFFFFFFFF)
+    last = np.int32(max(np.int32(full - 1), np.int32(0)))
     for j in range(CANDIDATES // THREADS):  # all in flight at once
-        key = key_of(row[u(min(np.int32(cuda.threadIdx.x + j * THREADS), max(full - 1, 0)))])
+        key = key_of(row[u(min(np.int32(cuda.threadIdx.x + j * THREADS), last))])
         highest, lowest = u(max(highest, key)), u(min(lowest, key))
     highest, lowest = warp_max(highest), warp_max(u(~lowest))
     cuda.syncthreads()
@@ -180,7 +193,7 @@ def sample(scores, records, active, ids, flags):
     hist = cuda.shared.array(HIST, np.uint32)
     ws = cuda.shared.array(WORKSPACE, np.uint32)
     query, thread = cuda.blockIdx.x, cuda.threadIdx.x
-    row, out = scores[u(query)], ids[u(query)]
+    row, out = settled(scores[u(query)]), settled(ids[u(query)])
     cells, width = read_record(records, active, scores.shape[1], ids.shape[1], query)
     _clear(hist, ws)
     if thread == 0:
@@ -225,16 +238,16 @@ def _prefetch_window(row, split):
 def _collect_split(row, full, width, split, part, hist, pool, ws):
     """Keep a split's candidates in `part`, as `_collect` does in `pool`; the bound is the same in all splits."""
     loads = np.int32(full >> 2)
-    step = np.int32(SPLITS * THREADS)
     first = np.int32(split * STEP + cuda.threadIdx.x)
     log = sample_log(loads)
-    a, b, c, d = load_sample(row, loads, log)
-    x = _load8(row, first, step, loads)
-    low = lower_bound(row, loads, width, log, a, b, c, d, pool, ws)
+    samples = load_sample(row, loads, log)
+    x = load8(row, first, np.int32(1 << LOG_SPLIT_STEP), loads)
+    low = lower_bound(row, loads, width, log, samples, pool, ws)
     if low != 0:
         _keep_odd(row, full, first, low, np.int32(0), False, part, hist, ws)
-        _keep8(row, first, step, x, low, np.int32(0), False, part, hist, ws)
-        _scan(row, full, np.int32(first + 8 * step), step, low, np.int32(0), False, part, hist, ws)
+        after = np.int32(first + (8 << LOG_SPLIT_STEP))
+        _keep8(row, first, LOG_SPLIT_STEP, loads, x, low, np.int32(0), False, part, hist, ws)
+        _scan(row, full, after, LOG_SPLIT_STEP, low, np.int32(0), False, part, hist, ws)
     return low
 
 
@@ -331,7 +344,7 @@ def window(scores, records, active, ids, flags, parts, counts, done):
     hist = cuda.shared.array(HIST, np.uint32)
     ws = cuda.shared.array(WORKSPACE, np.uint32)
     query, split, thread = cuda.blockIdx.y, np.int32(cuda.blockIdx.x), cuda.threadIdx.x
-    row, out = scores[u(query)], ids[u(query)]
+    row, out = settled(scores[u(query)]), settled(ids[u(query)])
     _prefetch_window(row, split)
     cells, width = read_record(records, active, scores.shape[1], ids.shape[1], query)
     _clear(hist, ws)

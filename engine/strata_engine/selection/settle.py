@@ -32,7 +32,7 @@ def first_shift(low, ws):
 @cuda.jit(device=True)
 def _bin(key, start, shift):
     """The bin of a key in the range; the last bin takes what lies past it."""
-    return np.int32(min((key - start) >> shift, np.uint64(LAST_BIN)))
+    return np.int32(min(u(u(key - start) >> shift), u(LAST_BIN)))
 
 
 @cuda.jit(device=True)

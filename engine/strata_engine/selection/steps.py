@@ -65,7 +65,7 @@ def pad(i, each):
 @cuda.jit(device=True)
 def in_range(key, start, bits):
     """True if start <= key < start + 2^bits, for bits = 0..32."""
-    return key >= start and (bits == 32 or (key - start) >> np.uint32(bits) == np.uint32(0))
+    return key >= start and (bits == 32 or u(u(key - start) >> u(bits)) == u(0))
 
 
 @cuda.jit(device=True)
