@@ -55,12 +55,12 @@ if SIMULATED:
         return row
 
     def load_runs(row, number, step, loads):
-        return _loads(row, number, step, loads, 4)
+        return _scores(row, number, step, loads, 4)
 
     def load8(row, number, step, loads):
-        return _loads(row, number, step, loads, 8)
+        return _scores(row, number, step, loads, 8)
 
-    def _loads(row, number, step, loads, count):
+    def _scores(row, number, step, loads, count):
         numbers = range(number, number + count * step, step)
         return tuple(row[4 * n + j] if n < loads else np.float32(np.nan) for n in numbers for j in range(4))
 
@@ -148,6 +148,7 @@ else:
     from ..gpu.emit import GLOBAL, Emitter, floats, macro
 
     F32, U32 = ir.FloatType(), ir.IntType(32)
+    DATA = 4  # which member of numba's array structure points to its elements
 
     @intrinsic
     def load4(typingctx, row, index):
@@ -197,7 +198,7 @@ else:
         @macro(floats(4 * count))
         def load(e: Emitter, row: Any, number: Any, step: Any, loads: Any) -> Any:
             b, x = e.b, []
-            data = b.bitcast(b.extract_value(row, 4), ir.IntType(8).as_pointer())
+            data = b.bitcast(b.extract_value(row, DATA), ir.IntType(8).as_pointer())
             first = b.gep(data, [b.shl(e.i64(number), e.i64(4))])
             for i in range(count):
                 on = b.mul(step, e.u32(i))
