@@ -53,6 +53,16 @@ def test_shapes_of_matmuls_fit(form: Format, limits: Limits) -> None:
             assert blocks * shape.threads <= limits.threads, where
 
 
+@pytest.mark.parametrize(
+    "tiles, rows, block_rows",
+    [(128, 128, 16), (128, 512, 32), (1024, 64, 32), (1024, 512, 64), (8016, 16, 16), (8016, 32, 32), (8016, 64, 64)],
+)
+def test_the_tile_shape_fills_the_gpu_and_wastes_no_rows(tiles: int, rows: int, block_rows: int) -> None:
+    assert not takes_slices(tiles, rows, Limits())
+    shape, _ = tile_shape(FORMS[0], 8, tiles, rows, Limits())
+    assert shape.rows == block_rows
+
+
 @pytest.mark.parametrize("limits", GPUS.values(), ids=GPUS.keys())
 def test_steps_divide_the_slices_of_every_matrix(limits: Limits) -> None:
     for units in range(1, 200):
