@@ -55,14 +55,14 @@ if SIMULATED:
         return row
 
     def load_runs(row, number, step, loads):
-        return _scores(row, number, step, loads, 4)
+        return _scores(row, number, step, loads, 4, np.nan)
 
     def load8(row, number, step, loads):
-        return _scores(row, number, step, loads, 8)
+        return _scores(row, number, step, loads, 8, np.inf)  # where a GPU gives anything, what would win
 
-    def _scores(row, number, step, loads, count):
+    def _scores(row, number, step, loads, count, unread):
         numbers = range(number, number + count * step, step)
-        return tuple(row[4 * n + j] if n < loads else np.float32(np.nan) for n in numbers for j in range(4))
+        return tuple(row[4 * n + j] if n < loads else np.float32(unread) for n in numbers for j in range(4))
 
     def largest(x):
         return np.float32(max((v for v in x if not np.isnan(v)), default=-np.inf))
