@@ -45,6 +45,6 @@ def test_where_the_bound_is_loose_wide_runs(queries, blocks, kernel):
 
 
 def test_a_window_is_spread_only_where_that_pays():
-    assert dispatch.choose(8, 65535, LONG) == "sample"
-    assert dispatch.choose(8, 65536, LONG) == "window"
-    assert dispatch.choose(9, 65536, LONG) == "sample"
+    assert dispatch.choose(8, 32767, LONG) == "sample"
+    assert dispatch.choose(8, 32768, LONG) == "window"
+    assert dispatch.choose(9, 32768, LONG) == "sample"

@@ -120,7 +120,7 @@ def lower_bound(row, loads, width, log, x, pool, ws):
     One of 32 runs of loads is sampled (fewer in rows past 131,072 blocks). The r-th largest lane maximum of a warp,
     r * warps >= wanted, is reached by about wanted / warps samples there or more; the lowest but a few of all warps'
     is reached by more than `wanted` in all; those few are ranked. `ws[LISTED]`, `[COUNT]`, `[RESULT]` and `[TOP]` are
-    0 at the call; ends in a barrier.
+    0 at the call; a barrier must follow where it cannot tell.
     """
     thread = cuda.threadIdx.x
     samples = np.int32(loads >> (LOG_RUN + log) << LOG_RUN)

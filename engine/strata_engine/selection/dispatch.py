@@ -2,23 +2,24 @@
 
 Measured on an H200 with normally distributed scores and, where they say so, with all scores equal, which `sample` and
 `window` give up on and hand to `wide`. Times of a graph replay with a flushed L2 in us, an empty graph (4.2) included
-(docs/benchmarks has all of them, scores that ascend among them):
+(docs/benchmarks has all of them, clustered scores among them):
 
 | queries | cells   | wide | sample | window | equal: wide | sample | window |
 | ------- | ------- | ---- | ------ | ------ | ----------- | ------ | ------ |
-| 256     | 8,192   | 19   | 13     |        | 20          | 17     |        |
-| 256     | 16,384  | 22   | 17     |        | 23          | 26     |        |
-| 256     | 32,768  | 27   | 20     |        | 27          | 29     |        |
-| 256     | 65,536  | 37   | 21     |        | 38          | 40     |        |
-| 256     | 131,072 | 57   | 24     |        | 58          | 60     |        |
-| 256     | 524,288 | 187  | 45     |        | 186         | 190    |        |
-| 8       | 8,192   | 16   | 12     | 11     | 16          | 13     | 13     |
-| 8       | 16,384  | 17   | 15     | 14     | 17          | 20     | 19     |
-| 8       | 32,768  | 18   | 14     | 17     | 19          | 20     | 21     |
-| 8       | 65,536  | 24   | 14     | 19     | 25          | 26     | 26     |
-| 8       | 131,072 | 35   | 16     | 18     | 36          | 37     | 36     |
-| 8       | 262,144 | 58   | 19     | 15     | 58          | 61     | 59     |
-| 8       | 524,288 | 98   | 25     | 19     | 102         | 105    | 102    |
+| 256     | 8,192   | 19   | 13     |        | 20          | 12     |        |
+| 256     | 16,384  | 22   | 17     |        | 22          | 16     |        |
+| 256     | 20,000  | 24   | 20     |        | 24          | 29     |        |
+| 256     | 32,768  | 27   | 18     |        | 27          | 29     |        |
+| 256     | 65,536  | 37   | 20     |        | 37          | 41     |        |
+| 256     | 131,072 | 58   | 23     |        | 57          | 60     |        |
+| 256     | 524,288 | 187  | 45     |        | 183         | 189    |        |
+| 8       | 8,192   | 16   | 10     | 11     | 16          | 9      | 9      |
+| 8       | 16,384  | 17   | 13     | 13     | 17          | 12     | 12     |
+| 8       | 20,000  | 18   | 14     | 19     | 18          | 21     | 20     |
+| 8       | 32,768  | 18   | 13     | 16     | 19          | 20     | 19     |
+| 8       | 65,536  | 24   | 13     | 14     | 24          | 25     | 25     |
+| 8       | 131,072 | 35   | 15     | 14     | 35          | 37     | 35     |
+| 8       | 524,288 | 96   | 22     | 15     | 100         | 103    | 99     |
 
 Just past 4,096 blocks equal scores cost `sample` a fifth more than `wide`, so `wide` runs from there to 8,192 blocks.
 """
@@ -31,7 +32,7 @@ KERNELS = ("wide", "sample", "window")
 MAX_WINDOW = 8  # queries of the largest decode window
 KEPT_WHOLE = 4096  # blocks up to which `sample` keeps every block as a candidate
 SAMPLED_FROM = 8192  # blocks from which its bound leaves few enough candidates
-WINDOW_FROM = 65536  # blocks from which a query is worth more than one block of threads
+WINDOW_FROM = 32768  # blocks from which a query is worth more than one block of threads
 MAX_SAMPLED = 1 << 18  # blocks of a row that is sampled; past it the bound would be too loose
 
 

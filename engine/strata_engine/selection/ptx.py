@@ -51,7 +51,7 @@ if SIMULATED:
     def load_fresh(array, index):
         return array[index]
 
-    def settled(row):
+    def anchored(row):
         return row
 
     def load_runs(row, number, step, loads):
@@ -174,7 +174,7 @@ else:
         return signature, codegen
 
     @intrinsic
-    def settled(typingctx, row):
+    def anchored(typingctx, row):
         """The same row, in global memory, its address hidden from the compiler, which would work it out at each use."""
 
         def codegen(context, builder, sig, args):

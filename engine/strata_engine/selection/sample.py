@@ -20,6 +20,7 @@ from .ptx import (
     SIMULATED,
     THREADS,
     WARPS,
+    anchored,
     cuda,
     kernel,
     load8,
@@ -27,7 +28,6 @@ from .ptx import (
     onward,
     prefetch,
     reach,
-    settled,
     warp_get,
     warp_max,
 )
@@ -193,7 +193,7 @@ def sample(scores, records, active, ids, flags):
     hist = cuda.shared.array(HIST, np.uint32)
     ws = cuda.shared.array(WORKSPACE, np.uint32)
     query, thread = cuda.blockIdx.x, cuda.threadIdx.x
-    row, out = settled(scores[u(query)]), settled(ids[u(query)])
+    row, out = anchored(scores[u(query)]), anchored(ids[u(query)])
     cells, width = read_record(records, active, scores.shape[1], ids.shape[1], query)
     _clear(hist, ws)
     if thread == 0:
@@ -344,7 +344,7 @@ def window(scores, records, active, ids, flags, parts, counts, done):
     hist = cuda.shared.array(HIST, np.uint32)
     ws = cuda.shared.array(WORKSPACE, np.uint32)
     query, split, thread = cuda.blockIdx.y, np.int32(cuda.blockIdx.x), cuda.threadIdx.x
-    row, out = settled(scores[u(query)]), settled(ids[u(query)])
+    row, out = anchored(scores[u(query)]), anchored(ids[u(query)])
     _prefetch_window(row, split)
     cells, width = read_record(records, active, scores.shape[1], ids.shape[1], query)
     _clear(hist, ws)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .ptx import THREADS, WARPS, cuda, kernel, load4, onward, settled, warp_scan
+from .ptx import THREADS, WARPS, anchored, cuda, kernel, load4, onward, warp_scan
 from .reference import BLOCK
 from .steps import (
     ONE,
@@ -239,7 +239,7 @@ def wide(scores, records, active, ids):
     pool = cuda.shared.array(POOL, np.uint32)
     ws = cuda.shared.array(WORKSPACE, np.uint32)
     query = cuda.blockIdx.x
-    row, out = settled(scores[u(query)]), settled(ids[u(query)])
+    row, out = anchored(scores[u(query)]), anchored(ids[u(query)])
     cells, width = read_record(records, active, scores.shape[1], ids.shape[1], query)
     if cells <= width:
         write_all_cells(out, cells, cuda.threadIdx.x, STEP)
