@@ -67,6 +67,7 @@ class Bench:
 
     def time_launches(self, launches: Callable[[Any], None]) -> float:
         """Median time of a graph of `launches(stream)`, in us."""
+        cuda.synchronize()  # what was copied is there
         launches(self.stream)
         self.stream.sync()
         return self.time_us(launch.capture(self.stream, launches))

@@ -55,7 +55,8 @@ class BlockTopK:
             active_blocks: the host's guess of the longest context, in blocks, to choose the kernel by; it changes
                 the speed alone. None is max_blocks.
             kernel: one of `dispatch.KERNELS` instead of the choice.
-            stream: whatever numba launches on, a graph builder of cuda.core included.
+            stream: whatever numba launches on, a graph builder of cuda.core included. It may not wait for the default
+                stream: copies into the buffers that ran there must be done.
 
         Raises:
             ValueError: a buffer does not fit.
