@@ -36,8 +36,9 @@ format: setup
 bench: model
 	$(BIN)/python scripts/bench_cpu.py
 
-# tests, parity and benchmarks on an NVIDIA GPU: make gpu EXTRAS=cuda,dev
-gpu: model
+# tests, parity and benchmarks on an NVIDIA GPU: make gpu
+gpu:
+	$(MAKE) model EXTRAS=cuda,dev
 	PYTHON=$(BIN)/python scripts/gpu_check.sh
 
 clean:

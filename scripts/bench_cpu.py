@@ -28,7 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from bench_sampler import machine, positive
+from arguments import count
+from bench_sampler import machine
 
 from strata_engine.backends.cpu.backend import CpuBackend
 from strata_engine.cores import usable_cores
@@ -276,14 +277,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description="Time the CPU backend.")
     add = parser.add_argument
     add("--model", type=Path, default=default_model(), metavar="FILE.gguf")
-    add("--threads", type=positive, default=usable_cores())
-    add("--requests", type=positive, nargs="+", default=[1, 4], help="decoding at once (default: 1 4)")
-    add("--behind", type=positive, default=128, help="prompt tokens before the decoding (default: %(default)s)")
-    add("--new", type=positive, default=64, help="tokens decoded by each request (default: %(default)s)")
-    add("--prompt", type=positive, default=512, help="tokens of the prompt measurement (default: %(default)s)")
-    add("--chunk", type=positive, default=64, help="prompt tokens a step (default: the engine's, %(default)s)")
+    add("--threads", type=count(), default=usable_cores())
+    add("--requests", type=count(), nargs="+", default=[1, 4], help="decoding at once (default: 1 4)")
+    add("--behind", type=count(), default=128, help="prompt tokens before the decoding (default: %(default)s)")
+    add("--new", type=count(), default=64, help="tokens decoded by each request (default: %(default)s)")
+    add("--prompt", type=count(), default=512, help="tokens of the prompt measurement (default: %(default)s)")
+    add("--chunk", type=count(), default=64, help="prompt tokens a step (default: the engine's, %(default)s)")
     add("--kv", choices=("f32", "f16"), default="f32")
-    add("--rounds", type=positive, default=5, help="rounds that the medians are of (default: %(default)s)")
+    add("--rounds", type=count(), default=5, help="rounds that the medians are of (default: %(default)s)")
     add("--llama", action="store_true", help="run llama.cpp beside it")
     add("--llama-python", default=sys.executable, metavar="PYTHON", help="a Python with llama-cpp-python")
     add("--start", action="store_true", help="also time starts and read the resident size")

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 import socket
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from arguments import UsageError, count, counts, out_file, run
+
 from strata_engine.cli import DEFAULT_SOCKET
+
+STARTING_S = 10  # within which an engine that was just started listens
 
 
 @dataclass(slots=True)
@@ -38,7 +42,17 @@ def prompt(client: int, count: int) -> str:
 
 
 def answer(path: str, line: str, barrier: threading.Barrier, stamps: list[float], refused: list[str]) -> None:
-    """Send one request when all are connected; `stamps` takes the time of each token, `refused` an ERR."""
+    """Send one request when all are connected; `stamps` takes the time of each token, `refused` what went wrong."""
+    try:
+        _answer(path, line, barrier, stamps, refused)
+    except (OSError, threading.BrokenBarrierError) as error:
+        barrier.abort()
+        refused.append(f"the connection failed ({error})")
+    if len(stamps) < 3:
+        refused.append("no answer of two tokens came")
+
+
+def _answer(path: str, line: str, barrier: threading.Barrier, stamps: list[float], refused: list[str]) -> None:
     with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rb") as replies:
         connection.settimeout(120)
         connection.connect(path)
@@ -53,6 +67,23 @@ def answer(path: str, line: str, barrier: threading.Barrier, stamps: list[float]
                 if reply.startswith(b"ERR"):
                     refused.append(reply.decode().strip())
                 return
+
+
+def await_ready(path: str) -> None:
+    """Wait until the engine is ready to answer. UsageError if none listens at `path`."""
+    until = time.monotonic() + STARTING_S
+    while True:
+        try:
+            with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rb") as replies:
+                connection.connect(path)
+                if not replies.readline().startswith(b"ERR LOADING"):
+                    return
+                until = time.monotonic() + STARTING_S
+        except OSError as error:
+            if time.monotonic() > until:
+                text = f"no engine answers at {path} ({error.strerror}): start strata-engine, or name its --socket"
+                raise UsageError(text) from None
+        time.sleep(0.2)
 
 
 def steps_and_seconds(path: str) -> tuple[int, float]:
@@ -78,7 +109,7 @@ def one_round(path: str, clients: int, tokens: int, length: int, keys: str) -> t
     for thread in threads:
         thread.join()
     if refused:
-        raise SystemExit(f"the engine refused: {refused[0]}")
+        raise UsageError(f"the engine refused: {refused[0]}")
     first, last = min(s[1] for s in stamps), max(s[-1] for s in stamps)
     return clients * (tokens - 1) / (last - first), statistics.median((s[1] - s[0]) * 1e3 for s in stamps)
 
@@ -92,17 +123,20 @@ def measure(path: str, clients: int, args: argparse.Namespace) -> Figure:
     return Figure(clients, args.keys, rate, first, seconds / steps * 1e3)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--socket", default=DEFAULT_SOCKET)
-    parser.add_argument("--clients", default="1,8", help="numbers of clients (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="length of an answer (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, default=32, help="length of a prompt (default: %(default)s)")
-    parser.add_argument("--keys", default="draft=0", help="keys of the requests (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
-    args = parser.parse_args()
-    figures = [measure(args.socket, int(clients), args) for clients in args.clients.split(",")]
+    parser.add_argument("--clients", type=counts(1, 1024), default="1,8", help="at once (default: %(default)s)")
+    parser.add_argument("--tokens", type=count(2), default=256, help="length of an answer (default: %(default)s)")
+    parser.add_argument("--prompt", type=count(), default=32, help="length of a prompt (default: %(default)s)")
+    parser.add_argument(
+        "--keys", default="draft=0", help="of the requests; without draft=0 they draft (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=count(), default=3, help="(default: %(default)s)")
+    parser.add_argument("--json", type=out_file, help="write the figures here")
+    args = parser.parse_args(arguments)
+    await_ready(args.socket)
+    figures = [measure(args.socket, clients, args) for clients in args.clients]
     for f in figures:
         print(f"{f.clients:3} clients, {f.keys}: {f.tokens_per_s:9,.0f} tok/s, first token {f.first_ms:7.1f} ms, "
               f"{f.ms_per_step:.3f} ms a step")  # fmt: skip
@@ -111,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

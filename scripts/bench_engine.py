@@ -19,14 +19,16 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+from arguments import count, counts, out_file, plot_file
+from arguments import run as run_script
 
-from strata_engine.backends import open_backend
+from strata_engine.backends import BackendError, open_backend
 from strata_engine.backends.base import Backend
-from strata_engine.model import Model, load_model
+from strata_engine.model import Model, ModelError, load_model
 from strata_engine.params import GenParams
 from strata_engine.progress import NoProgress
 from strata_engine.rows import Choice, Draw, Int32, Rows
@@ -230,8 +232,8 @@ def run(args: argparse.Namespace) -> dict:
     copy = copy_bandwidth(backend)
     print(f"{args.model} on {backend.device}, cells {args.kv}; ready after {ready:.1f} s; copy {copy / 1e9:,.0f} GB/s")
     results = []
-    for count in args.requests:
-        results.append(bench_decode(backend, model, args.kv, count, args.fill, args.steps, copy))
+    for requests in args.requests:
+        results.append(bench_decode(backend, model, args.kv, requests, args.fill, args.steps, copy))
         show(results[-1])
     for rows in args.prompts:
         results.append(bench_prompt(backend, rows, args.repeats))
@@ -273,31 +275,39 @@ def draw(runs: list[dict], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+def other_run(text: str) -> dict:
+    """An argparse type: the figures of a run before, from its JSON."""
+    try:
+        figures = json.loads(pathlib.Path(text).read_text())
+        figures["results"], figures["model"], figures["device"], figures["kv"]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise argparse.ArgumentTypeError(f"{text} holds no figures that --json wrote") from None
+    return figures
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", help="a GGUF file; scripts/make_gguf.py makes one of random weights")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--kv", default="f16", choices=["f16", "f32"])
-    parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--requests", type=numbers, default=[1, 8, 32], help="request counts, e.g. 1,8,32")
-    parser.add_argument("--prompts", type=numbers, default=[512, 4096, 32768], help="prompt lengths")
-    parser.add_argument("--fill", type=int, default=128, help="context of each request before decoding")
-    parser.add_argument("--steps", type=int, default=128, help="decode steps measured")
-    parser.add_argument("--repeats", type=int, default=3, help="prompts measured of each length")
-    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="also draw the figures there, as a PNG")
-    parser.add_argument("--beside", type=pathlib.Path, nargs="*", default=[], help="JSON of other runs, for the plot")
-    args = parser.parse_args()
+    parser.add_argument("--threads", type=count(1, 4096), help="CPU threads (default: all cores)")
+    parser.add_argument("--requests", type=counts(1, 512), default=[1, 8, 32], help="request counts, e.g. 1,8,32")
+    parser.add_argument("--prompts", type=counts(), default=[512, 4096, 32768], help="prompt lengths, e.g. 512,4096")
+    parser.add_argument("--fill", type=count(), default=128, help="context of each request before decoding")
+    parser.add_argument("--steps", type=count(), default=128, help="decode steps measured")
+    parser.add_argument("--repeats", type=count(), default=3, help="prompts measured of each length")
+    parser.add_argument("--json", type=out_file, help="write the figures here")
+    parser.add_argument("--plot", type=plot_file, metavar="FILE", help="also draw the figures there, as a PNG")
+    parser.add_argument(
+        "--beside", type=other_run, nargs="*", default=[], metavar="FILE", help="JSON of other runs, for the plot"
+    )
+    args = parser.parse_args(arguments)
     figures = run(args)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
     if args.plot:
-        draw([*(json.loads(path.read_text()) for path in args.beside), figures], args.plot)
+        draw([*args.beside, figures], args.plot)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, ModelError, BackendError)

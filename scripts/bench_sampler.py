@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from arguments import count, need_gpu, out_file, plot_file, run
 
 from strata_engine.params import PENALTY_LAST_N_MAX, GenParams
 from strata_engine.rows import Draw, Float32
@@ -86,23 +87,20 @@ def print_table(timings: Sequence[Timing]) -> None:
         print(f"{t.vocab:>8} {t.rows:>5}  {t.case:<32} {t.median_us:>10.1f} {t.median_us / t.rows:>9.1f} {read:>6.1f}")
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
-
-
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time the sampler.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--vocab", type=positive, nargs="+", help="default: 49152 248320; on a GPU 248320")
-    parser.add_argument("--rows", type=positive, nargs="+", help="default: 1 8; on a GPU 1 4 8 32 128")
-    parser.add_argument("--runs", type=positive, default=300, help="calls a figure (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="GPU only: also draw the figures there, as a PNG")
+    parser.add_argument("--vocab", type=count(), nargs="+", help="default: 49152 248320; on a GPU 248320")
+    parser.add_argument("--rows", type=count(), nargs="+", help="default: 1 8; on a GPU 1 4 8 32 128")
+    parser.add_argument("--runs", type=count(), default=300, help="calls a figure (default: %(default)s)")
+    parser.add_argument("--json", type=out_file, metavar="FILE", help="also write the figures there")
+    parser.add_argument(
+        "--plot", type=plot_file, metavar="FILE", help="GPU only: also draw the figures there, as a PNG"
+    )
     options = parser.parse_args(arguments)
     on_gpu = options.device == "cuda"
+    if options.plot and not on_gpu:
+        parser.error("--plot goes with --device cuda")
     options.vocab = options.vocab or ([248320] if on_gpu else [49152, 248320])
     options.rows = options.rows or ([1, 4, 8, 32, 128] if on_gpu else [1, 8])
     return options
@@ -110,6 +108,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    if options.device == "cuda":
+        need_gpu()
     print(f"machine: {machine()}\ncommand: {' '.join(['python', *sys.argv])}")
     if options.device == "cuda":
         import bench_sampler_cuda
@@ -125,4 +125,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

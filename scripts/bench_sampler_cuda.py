@@ -1,4 +1,4 @@
-"""The GPU half of bench_sampler.py: GPU time of samplers in replayed graphs, with the L2 cache flushed before each.
+"""The GPU half of bench_sampler.py, which runs it: GPU time in replayed graphs, with the L2 cache flushed before each.
 
 A graph holds ROUNDS times (flush, sampler); its time less that of the flushes alone, divided by ROUNDS, is the cost of
 asking for the sampler: launch gaps count. The flush reads more than the L2 holds. It lets the next kernel start early,

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench_sampler import machine, positive
+from arguments import count
+from bench_sampler import machine
 
 from strata_engine.backends import open_backend
 from strata_engine.model import load_model
@@ -215,9 +216,9 @@ def print_figure(figure: Figure) -> None:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time sampling, penalties and drafts in the engine on the CPU.")
     parser.add_argument("--model", type=Path, default=default_model(), metavar="FILE.gguf", help="default: %(default)s")
-    parser.add_argument("--threads", type=positive, metavar="N", help="default: the cores this process may use")
+    parser.add_argument("--threads", type=count(), metavar="N", help="default: the cores this process may use")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and its processor time for wall time")
-    parser.add_argument("--rounds", type=positive, default=15, help="rounds a figure (default: %(default)s)")
+    parser.add_argument("--rounds", type=count(), default=15, help="rounds a figure (default: %(default)s)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only comparisons whose name has TEXT in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     return parser.parse_args(arguments)

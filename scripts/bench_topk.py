@@ -12,18 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from arguments import count, counts, need_gpu, run
 from cuda.core import Device
 
 from strata_engine.selection import cpu, launch, scores
 from strata_engine.selection.ptx import cuda, load4
 from strata_engine.selection.reference import step_records
 
-CONTEXTS = (8192, 16384, 32768, 65536, 131072, 262144, 409600, 524288)  # cells
+CONTEXTS = (8192, 16384, 20000, 32768, 65536, 131072, 262144, 409600, 524288)  # cells
 FLUSH_BYTES = 512 << 20
 
 
@@ -175,15 +176,36 @@ def draw(cases: list[dict[str, Any]], bandwidth: float, path: Path) -> None:
     fig.savefig(path, dpi=120)
 
 
-def main() -> None:
+def kinds(text: str) -> list[str]:
+    """An argparse type: kinds of scores with commas between them."""
+    if unknown := set(text.split(",")) - {*scores.KINDS}:
+        raise argparse.ArgumentTypeError(
+            f"no such kind: {', '.join(sorted(unknown))}; there are {', '.join(scores.KINDS)}"
+        )
+    return text.split(",")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("bench"))
-    parser.add_argument("--reps", type=int, default=30)
-    parser.add_argument("--kinds", default="normal,cluster,equal")
-    parser.add_argument("--queries", default="256,8,1")
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench"), help="folder for topk.json and topk.png (default: %(default)s)"
+    )
+    parser.add_argument("--reps", type=count(), default=30, help="replays a figure (default: %(default)s)")
+    parser.add_argument("--kinds", type=kinds, default="normal,cluster,equal", help="of scores (default: %(default)s)")
+    parser.add_argument("--queries", type=counts(1, 65535), default="256,8,1", help="of a call (default: %(default)s)")
     parser.add_argument("--alone", action="store_true", help="leave torch and FlashInfer out")
-    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
-    args = parser.parse_args()
+    parser.add_argument(
+        "--contexts",
+        type=counts(1, (1 << 29) - 1),
+        default=",".join(map(str, CONTEXTS)),
+        help="in cells (default: %(default)s)",
+    )
+    args = parser.parse_args(arguments)
+    need_gpu("use topk_parity.py on the CPU")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error.strerror}")
     bench = Bench(args.reps)
     read_us = bench.time_us(bench.flush)
     empty_us = bench.time_launches(lambda s: nothing[1, 32, s](bench.sink))
@@ -192,12 +214,11 @@ def main() -> None:
     print(f"{'scores':<11}{'q':>4}{'cells':>9}{'floor':>8}", end="")
     print("".join(f"{name:>12}" for name in ("wide", "sample", "window", "torch", "flashinfer")))
     cases = []
-    for kind in args.kinds.split(","):
-        for queries in map(int, args.queries.split(",")):
-            for cells in map(int, args.contexts.split(",")):
+    for kind in args.kinds:
+        for queries in args.queries:
+            for cells in args.contexts:
                 cases.append(time_case(bench, kind, queries, cells, kind == "normal" and not args.alone))
                 print(row_text(cases[-1], bandwidth), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
     result = {"read_tb_s": bandwidth, "empty_graph_us": empty_us, "cases": cases}
     (args.out / "topk.json").write_text(json.dumps(result, indent=1))
     try:
@@ -207,4 +228,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -3,7 +3,19 @@
 #   PYTHON=.venv/bin/python scripts/gpu_check.sh [FOLDER, build/gpu by default] [geometries, "135m 1b 8b" by default]
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [[ ${1:-} == -* ]]; then
+    sed -n 2,3p "$0" | cut -c3-
+    exit $([[ $1 == -h || $1 == --help ]] && echo 0 || echo 2)
+fi
 python=${PYTHON:-.venv/bin/python} out=${1:-build/gpu} geometries=${2:-135m 1b 8b}
+if ! command -v "$python" > /dev/null; then
+    echo "gpu_check: no $python: run make setup EXTRAS=cuda,dev, or set PYTHON" >&2
+    exit 2
+fi
+PYTHONPATH=scripts${PYTHONPATH:+:$PYTHONPATH} "$python" - << 'END'
+import arguments
+arguments.run(lambda _: arguments.need_gpu("run this on a machine that has one"))
+END
 models=$(mktemp -d)
 trap 'rm -rf "$models"' EXIT
 mkdir -p "$out"

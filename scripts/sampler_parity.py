@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+from arguments import UsageError, count, need_gpu, run
 
 from strata_engine.rows import Choice, Draw, Float32
 from strata_engine.sampling.fixtures import FIXTURES, Case, Choose, reference
@@ -30,15 +30,11 @@ DEFAULT_CASES = Path(__file__).resolve().parents[1] / "tests" / "data" / "sample
 MAX_ROWS = 32  # rows a call; a device sampler has buffers of this size
 
 
-class UsageError(Exception):
-    """The arguments cannot be honoured; the message says why."""
-
-
 def load_cases(path: Path) -> list[Case]:
     try:
         cases = [Case.parse(case) for case in json.loads(path.read_text())["cases"]]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UsageError(f"--cases {path}: {error!r}") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        raise UsageError(f"--cases {path}: {error!r}"[:300]) from error
     if not cases:
         raise UsageError(f"--cases {path}: holds no cases")
     return cases
@@ -63,13 +59,10 @@ def _cpu_maker() -> Callable[[int], Choose]:
 
 
 def _cuda_maker() -> Callable[[int], Choose]:
-    try:
-        from strata_engine.gpu.device import Device, why_unavailable
-        from strata_engine.sampling.cuda import CudaSampler
-    except ImportError as error:
-        raise UsageError(f"--device cuda: the CUDA sampler cannot be loaded here: {error}") from error
-    if missing := why_unavailable():
-        raise UsageError(f"--device cuda: no GPU answers: {missing}")
+    need_gpu("take --device cpu")
+    from strata_engine.gpu.device import Device
+    from strata_engine.sampling.cuda import CudaSampler
+
     device = Device()
     return cache(lambda vocab: CudaSampler(vocab, MAX_ROWS, device).choose)
 
@@ -142,22 +135,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cases", type=Path, default=DEFAULT_CASES, metavar="FILE", help="default: %(default)s")
     parser.add_argument("--selftest", action="store_true", help="first check the fixtures and cases themselves")
-    parser.add_argument("--trials", type=int, default=0, metavar="N", help="random rows a vocabulary (default: none)")
-    parser.add_argument("--vocab", type=int, nargs="+", default=SIZES, metavar="V", help="of the random rows")
-    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), metavar="N", help="for the reference")
-    options = parser.parse_args(arguments)
-    if options.trials < 0 or options.jobs < 1 or min(options.vocab) < 1:
-        parser.error("--jobs and --vocab are at least 1, --trials at least 0")
-    return options
+    parser.add_argument(
+        "--trials", type=count(0), default=0, metavar="N", help="random rows a vocabulary (default: none)"
+    )
+    parser.add_argument(
+        "--vocab", type=count(1, 1 << 24), nargs="+", default=SIZES, metavar="V", help="of the random rows"
+    )
+    parser.add_argument(
+        "--jobs", type=count(1, 1024), default=multiprocessing.cpu_count(), metavar="N", help="for the reference"
+    )
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    try:
-        cases, choose = load_cases(options.cases), device_sampler(options.device)
-    except UsageError as error:
-        print(f"sampler_parity: {error}", file=sys.stderr)
-        return 2
+    cases, choose = load_cases(options.cases), device_sampler(options.device)
     faults = selftest(cases) if options.selftest else 0
     faults += run_fixtures(choose)
     faults += run_cases(cases, choose)
@@ -167,4 +159,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -17,16 +17,20 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from arguments import count, need_gpu, run, why_no_gpu
 
 from strata_engine.selection import cpu, dispatch, reference, scores
 
 UNTOUCHED = -7
 ACTIVE_CAPACITY = 524288  # cells
+LONGEST = 1 << 29  # cells of a row, too many
+FIELDS = {"kind": str, "n_kv": int, "seed": int, "width": int, "sha256": str}  # of a recorded case
+DAMAGE = (LookupError, TypeError, ValueError, RecursionError, OverflowError, MemoryError)
 
 
 @dataclass
@@ -129,7 +133,7 @@ def check(case: Case, device: str, reps: int) -> bool:
 def cases_of_file(path: str) -> list[tuple[Case, str]]:
     """The cases of a JSON file of recorded answers, each with the SHA-256 of its right ids.
 
-    Raises OSError, LookupError, TypeError or ValueError for a file that holds none, or a damaged one.
+    Raises OSError, or one of DAMAGE for a file that holds none, or a damaged one.
     """
     with open(path) as file:
         entries = json.load(file)["cases"]
@@ -137,6 +141,10 @@ def cases_of_file(path: str) -> list[tuple[Case, str]]:
         raise ValueError("it holds none")
     cases = []
     for entry in entries:
+        if not all(type(entry[key]) is kind for key, kind in FIELDS.items()):
+            raise TypeError(f"a case with a value of another kind than {', '.join(FIELDS)} have")
+        if not 0 < entry["n_kv"] < LONGEST:
+            raise ValueError(f"n_kv {entry['n_kv']}")
         row = scores.make_row(entry["kind"], entry["n_kv"], entry["seed"])
         if not 0 < entry["width"] <= entry["n_kv"]:
             raise ValueError(f"width {entry['width']} of {entry['n_kv']} cells")
@@ -151,8 +159,11 @@ def check_recorded(case: Case, sha256: str, device: str) -> bool:
     """True if the device's ids of a recorded case have the recorded digest and equal the reference's."""
     ids, _, _ = RUNNERS[device](case, 1)
     width = int(case.records[0, reference.WIDTH])
-    recorded = hashlib.sha256(ids[0, :width].astype("<i4").tobytes()).hexdigest() == sha256
-    return check(case, device, 1) and recorded
+    found = hashlib.sha256(ids[0, :width].astype("<i4").tobytes()).hexdigest()
+    same = check(case, device, 1)
+    if found != sha256:
+        print(f"{case.name:<12} the ids have the digest {found[:16]}.., recorded is {sha256[:16]}..")
+    return same and found == sha256
 
 
 def selftest_cases() -> list[Case]:
@@ -162,21 +173,14 @@ def selftest_cases() -> list[Case]:
     return cases + [make_case(kind, 20003, 64, 20003, prompt=False) for kind in scores.KINDS]
 
 
-def why_no_gpu() -> str | None:
-    """Why the cases cannot run on a GPU here; None where one answers."""
-    try:
-        from strata_engine.gpu.device import why_unavailable
-    except ImportError as error:
-        return f"the CUDA packages cannot be loaded: {error}"
-    return why_unavailable()
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("context", type=int, nargs="?", help="cells of the longest query")
-    parser.add_argument("queries", type=int, nargs="?", default=256)
-    parser.add_argument("reps", type=int, nargs="?", default=10)
-    parser.add_argument("capacity", type=int, nargs="?", help="cells that a row of scores has room for")
+    parser.add_argument("context", type=count(1, LONGEST - 1), nargs="?", help="cells of the longest query")
+    parser.add_argument("queries", type=count(1, 65535), nargs="?", default=256)
+    parser.add_argument("reps", type=count(1, 100_000), nargs="?", default=10)
+    parser.add_argument(
+        "capacity", type=count(1, LONGEST - 1), nargs="?", help="cells that a row of scores has room for"
+    )
     parser.add_argument("--prompt", action="store_true", help="the last QUERIES positions of the context")
     parser.add_argument("--device", choices=sorted(RUNNERS), help="default: cuda where a GPU answers, else cpu")
     group = parser.add_mutually_exclusive_group()
@@ -191,22 +195,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--prompt goes with CONTEXT")
     if args.context is not None:
         args.capacity = args.capacity or args.context
-        if not (0 < args.context <= args.capacity < 1 << 29 and args.queries > 0 and args.reps > 0):
-            parser.error("CONTEXT, QUERIES and REPS are at least 1, CONTEXT at most CAPACITY")
-    missing = None if args.device == "cpu" else why_no_gpu()
-    if missing and args.device == "cuda":
-        parser.error(f"--device cuda: no GPU answers: {missing}")
-    args.device = args.device or ("cpu" if missing else "cuda")
+        if args.context > args.capacity:
+            parser.error(f"CONTEXT {args.context} is more than CAPACITY {args.capacity}")
+    if args.device == "cuda":
+        need_gpu("take --device cpu")
+    args.device = args.device or ("cpu" if why_no_gpu() else "cuda")
     return args
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.cases:
+    if args.cases is not None:
         try:
             recorded = cases_of_file(args.cases)
-        except (OSError, LookupError, TypeError, ValueError) as error:
-            print(f"topk_parity: cannot read the cases of {args.cases}: {error!r}", file=sys.stderr)
+        except (OSError, *DAMAGE) as error:
+            print(f"topk_parity: cannot read the cases of {args.cases!r}: {str(error)[:200]}", file=sys.stderr)
             return 2
         results = [check_recorded(case, sha256, args.device) for case, sha256 in recorded]
     elif args.selftest:
@@ -223,4 +226,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

@@ -45,5 +45,7 @@ def test_a_gpu_that_fails_while_loading_is_one_line(monkeypatch, error: str, mes
 def test_no_gpu_is_one_line(monkeypatch) -> None:
     device = pytest.importorskip("strata_engine.gpu.device", reason="needs the cuda extra")
     monkeypatch.setattr(device, "why_unavailable", lambda: "no driver")
-    with pytest.raises(backends.BackendError, match=r"^--device cuda: no NVIDIA GPU answers: no driver$"):
+    with pytest.raises(
+        backends.BackendError, match=r"^--device cuda: no NVIDIA GPU answers: no driver; --device cpu does without one$"
+    ):
         backends._cuda_wanted("cuda")

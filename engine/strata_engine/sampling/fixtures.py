@@ -37,6 +37,9 @@ class Case:
 
         Raises LookupError, TypeError or ValueError for a damaged one.
         """
+        for name, kinds in (("vocab", int), ("logits_seed", int), ("token", int), ("kept", int), ("u", (int, float))):
+            if not isinstance(case[name] if name in CERTAIN else case.get(name, 0), kinds):
+                raise TypeError(f"{name} {case[name]!r} is no number of its kind")
         noise = np.random.RandomState(case["logits_seed"]).standard_normal(case["vocab"])
         logits = (noise * case["scale"]).astype(np.float32)
         for target, source in case.get("copies", ()):
@@ -72,6 +75,9 @@ def _checked(params: GenParams) -> GenParams:
     if params.sampled and params.seed is None:
         raise ValueError("a sampled case needs a seed")
     return params
+
+
+CERTAIN = ("vocab", "logits_seed", "token")  # what every stored case has
 
 
 @dataclass(frozen=True, slots=True)
