@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from strata_engine.backends import why_no_cuda
+
 HUGE = 1 << 31
 
 
@@ -53,19 +55,10 @@ def plot_file(text: str) -> Path:
     return out_file(text)
 
 
-def why_no_gpu() -> str | None:
-    """Why nothing can run on a GPU here; None where one answers."""
-    try:
-        from strata_engine.gpu.device import why_unavailable
-    except ImportError as error:
-        return f"the CUDA packages cannot be loaded ({error}): make setup EXTRAS=cuda,dev"
-    return why_unavailable()
-
-
-def need_gpu(otherwise: str = "leave --device cuda out to run on the CPU") -> None:
-    """UsageError unless a GPU answers."""
-    if missing := why_no_gpu():
-        raise UsageError(f"no NVIDIA GPU answers: {missing}; check that nvidia-smi lists one, or {otherwise}")
+def need_gpu(otherwise: str = "take --device cpu") -> None:
+    """UsageError unless a GPU answers and what drives it is installed."""
+    if missing := why_no_cuda():
+        raise UsageError(f"{missing}; {otherwise}")
 
 
 def run(main: Callable[[Sequence[str] | None], int | None], *faults: type[Exception]) -> None:

@@ -28,13 +28,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from arguments import count
+from arguments import count, out_file, run
 from bench_sampler import machine
 
+from strata_engine.backends import BackendError
 from strata_engine.backends.cpu.backend import CpuBackend
 from strata_engine.cores import usable_cores
 from strata_engine.jit import njit
-from strata_engine.model import load_model
+from strata_engine.model import ModelError, load_model
 from strata_engine.params import GenParams
 from strata_engine.paths import default_model
 from strata_engine.progress import open_progress
@@ -288,7 +289,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--llama", action="store_true", help="run llama.cpp beside it")
     add("--llama-python", default=sys.executable, metavar="PYTHON", help="a Python with llama-cpp-python")
     add("--start", action="store_true", help="also time starts and read the resident size")
-    add("--json", type=Path, metavar="FILE", help="also write the figures there")
+    add("--json", type=out_file, metavar="FILE", help="also write the figures there")
     return parser.parse_args(arguments)
 
 
@@ -324,4 +325,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, ModelError, BackendError)

@@ -37,8 +37,8 @@ class Figure:
     ms_per_step: float  # of the engine's loop, by STATS
 
 
-def prompt(client: int, count: int) -> str:
-    return ",".join(str(3 + (client * 7919 + i * i * 31) % 997) for i in range(count))
+def prompt(client: int, length: int) -> str:
+    return ",".join(str(3 + (client * 7919 + i * i * 31) % 997) for i in range(length))
 
 
 def answer(path: str, line: str, barrier: threading.Barrier, stamps: list[float], refused: list[str]) -> None:
@@ -65,7 +65,7 @@ def _answer(path: str, line: str, barrier: threading.Barrier, stamps: list[float
                 stamps.append(time.perf_counter())
             elif reply.startswith((b"DONE", b"ERR")):
                 if reply.startswith(b"ERR"):
-                    refused.append(reply.decode().strip())
+                    refused.append(f"the engine refused: {reply.decode().strip()}")
                 return
 
 
@@ -75,14 +75,15 @@ def await_ready(path: str) -> None:
     while True:
         try:
             with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rb") as replies:
+                connection.settimeout(STARTING_S)
                 connection.connect(path)
                 if not replies.readline().startswith(b"ERR LOADING"):
                     return
                 until = time.monotonic() + STARTING_S
         except OSError as error:
             if time.monotonic() > until:
-                text = f"no engine answers at {path} ({error.strerror}): start strata-engine, or name its --socket"
-                raise UsageError(text) from None
+                why = error.strerror or error
+                raise UsageError(f"no engine answers at {path} ({why}): start it, or name its --socket") from None
         time.sleep(0.2)
 
 
@@ -109,7 +110,7 @@ def one_round(path: str, clients: int, tokens: int, length: int, keys: str) -> t
     for thread in threads:
         thread.join()
     if refused:
-        raise UsageError(f"the engine refused: {refused[0]}")
+        raise UsageError(refused[0])
     first, last = min(s[1] for s in stamps), max(s[-1] for s in stamps)
     return clients * (tokens - 1) / (last - first), statistics.median((s[1] - s[0]) * 1e3 for s in stamps)
 
@@ -145,4 +146,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, OSError)

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from arguments import count
+from arguments import count, out_file, run
 from bench_sampler import machine
 
-from strata_engine.backends import open_backend
-from strata_engine.model import load_model
+from strata_engine.backends import BackendError, open_backend
+from strata_engine.model import ModelError, load_model
 from strata_engine.params import PENALTY_LAST_N_MAX, GenParams
 from strata_engine.paths import default_model
 from strata_engine.progress import open_progress
@@ -220,7 +220,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and its processor time for wall time")
     parser.add_argument("--rounds", type=count(), default=15, help="rounds a figure (default: %(default)s)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only comparisons whose name has TEXT in it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument("--json", type=out_file, metavar="FILE", help="also write the figures there")
     return parser.parse_args(arguments)
 
 
@@ -251,4 +251,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, ModelError, BackendError)

@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="in cells (default: %(default)s)",
     )
     args = parser.parse_args(arguments)
-    need_gpu("use topk_parity.py on the CPU")
+    need_gpu("topk_parity.py times the CPU kernel")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

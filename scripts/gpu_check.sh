@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ ${1:-} == -* ]]; then
-    sed -n 2,3p "$0" | cut -c3-
+    sed -n 2,3p scripts/gpu_check.sh | cut -c3-
     exit $([[ $1 == -h || $1 == --help ]] && echo 0 || echo 2)
 fi
 python=${PYTHON:-.venv/bin/python} out=${1:-build/gpu} geometries=${2:-135m 1b 8b}
@@ -14,7 +14,7 @@ if ! command -v "$python" > /dev/null; then
 fi
 PYTHONPATH=scripts${PYTHONPATH:+:$PYTHONPATH} "$python" - << 'END'
 import arguments
-arguments.run(lambda _: arguments.need_gpu("run this on a machine that has one"))
+arguments.run(lambda _: arguments.need_gpu("this is for machines that have one"))
 END
 models=$(mktemp -d)
 trap 'rm -rf "$models"' EXIT

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import gguf
 import numpy as np
+from arguments import count, out_file, run
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
@@ -127,15 +128,15 @@ def write_model(path: pathlib.Path, shape: Shape, kind: Type, seed: int = 0) -> 
     writer.close()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("geometry", choices=GEOMETRIES)
     parser.add_argument("--type", default="Q4_0", choices=["Q4_0", "Q4_1", "Q8_0", "F16"])
-    parser.add_argument("--vocab", type=int, help="vocabulary size instead of the geometry's")
-    parser.add_argument("--layers", type=int, help="layers instead of the geometry's")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    args = parser.parse_args()
+    parser.add_argument("--vocab", type=count(), help="vocabulary size instead of the geometry's")
+    parser.add_argument("--layers", type=count(), help="layers instead of the geometry's")
+    parser.add_argument("--seed", type=count(0), default=0)
+    parser.add_argument("--out", type=out_file, required=True)
+    args = parser.parse_args(arguments)
     shape = GEOMETRIES[args.geometry]
     shape = replace(shape, vocab=args.vocab or shape.vocab, layers=args.layers or shape.layers)
     write_model(args.out, shape, Type[args.type], args.seed)
@@ -143,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

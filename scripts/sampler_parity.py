@@ -59,7 +59,7 @@ def _cpu_maker() -> Callable[[int], Choose]:
 
 
 def _cuda_maker() -> Callable[[int], Choose]:
-    need_gpu("take --device cpu")
+    need_gpu()
     from strata_engine.gpu.device import Device
     from strata_engine.sampling.cuda import CudaSampler
 

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from arguments import count, need_gpu, run, why_no_gpu
+from arguments import count, need_gpu, run
 
+from strata_engine.backends import why_no_cuda
 from strata_engine.selection import cpu, dispatch, reference, scores
 
 UNTOUCHED = -7
@@ -198,8 +199,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if args.context > args.capacity:
             parser.error(f"CONTEXT {args.context} is more than CAPACITY {args.capacity}")
     if args.device == "cuda":
-        need_gpu("take --device cpu")
-    args.device = args.device or ("cpu" if why_no_gpu() else "cuda")
+        need_gpu()
+    args.device = args.device or ("cpu" if why_no_cuda() else "cuda")
     return args
 
 

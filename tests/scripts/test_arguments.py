@@ -16,7 +16,9 @@ sys.path.append(str(SCRIPTS))
 
 import arguments  # noqa: E402
 
-GPU = arguments.why_no_gpu() is None
+from strata_engine.backends import why_no_cuda  # noqa: E402
+
+GPU = why_no_cuda() is None
 NO_GPU = "no NVIDIA GPU answers"
 
 
@@ -88,7 +90,7 @@ def test_an_engine_that_is_not_there_is_named(monkeypatch, tmp_path) -> None:
     import bench_daemon
 
     monkeypatch.setattr(bench_daemon, "STARTING_S", 0)
-    with pytest.raises(arguments.UsageError, match=r"no engine answers at .*/s .*start strata-engine"):
+    with pytest.raises(arguments.UsageError, match=r"no engine answers at .*/s .*start it"):
         bench_daemon.await_ready(str(tmp_path / "s"))
 
 

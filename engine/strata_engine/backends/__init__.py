@@ -87,7 +87,7 @@ def _cuda_wanted(device: str) -> bool:
     """True if a GPU answers. Raises BackendError where it was asked for and does not."""
     reason = why_no_cuda()
     if reason is not None and device == "cuda":
-        raise BackendError(f"--device cuda: {reason}; --device cpu does without one")
+        raise BackendError(f"--device cuda: {reason}; or take --device cpu")
     return reason is None
 
 
