@@ -55,7 +55,17 @@ def test_shapes_of_matmuls_fit(form: Format, limits: Limits) -> None:
 
 @pytest.mark.parametrize(
     "tiles, rows, block_rows",
-    [(128, 128, 16), (128, 512, 32), (1024, 64, 32), (1024, 512, 64), (8016, 16, 16), (8016, 32, 32), (8016, 64, 64)],
+    [
+        (128, 128, 16),
+        (128, 256, 32),
+        (128, 512, 32),
+        (1792, 128, 32),
+        (1024, 64, 32),
+        (1024, 512, 64),
+        (8016, 16, 16),
+        (8016, 32, 32),
+        (8016, 64, 64),
+    ],
 )
 def test_the_tile_shape_fills_the_gpu_and_wastes_no_rows(tiles: int, rows: int, block_rows: int) -> None:
     assert not takes_slices(tiles, rows, Limits())

@@ -37,9 +37,10 @@ class Case:
 
         Raises LookupError, TypeError or ValueError for a damaged one.
         """
-        for name, kinds in (("vocab", int), ("logits_seed", int), ("token", int), ("kept", int), ("u", (int, float))):
-            if not isinstance(case[name] if name in CERTAIN else case.get(name, 0), kinds):
-                raise TypeError(f"{name} {case[name]!r} is no number of its kind")
+        for name, kind in NUMBERS.items():
+            value = ({"kept": 0, "u": 0.0} | case)[name]
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} {value!r} is no {kind.__name__}")
         noise = np.random.RandomState(case["logits_seed"]).standard_normal(case["vocab"])
         logits = (noise * case["scale"]).astype(np.float32)
         for target, source in case.get("copies", ()):
@@ -77,7 +78,7 @@ def _checked(params: GenParams) -> GenParams:
     return params
 
 
-CERTAIN = ("vocab", "logits_seed", "token")  # what every stored case has
+NUMBERS = {"vocab": int, "logits_seed": int, "token": int, "kept": int, "u": float}  # of a stored case
 
 
 @dataclass(frozen=True, slots=True)
